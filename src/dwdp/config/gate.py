@@ -1,0 +1,196 @@
+"""The launch gate: refuses, before anything is built, what dense DWDP cannot serve. It probes nothing."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Literal
+
+from dwdp.config.schema import ServeConfig
+from dwdp.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+Mode = Literal["attached", "standalone", "off"]
+COPY_MODES = ("batched", "per_slice", "gather")
+ROLES = ("context", "generation", "both")
+MODES = (
+    "dense DWDP runs attached (a dwdp section with dwdp_size > 1, tp_size 1) or standalone (no dwdp section, "
+    "attention_dp, tp_size > 1)"
+)
+
+
+class GateError(ValueError):
+    """A launch that dense DWDP cannot serve; the message names the first requirement that it breaks."""
+
+
+@dataclass(frozen=True)
+class LaunchSettings:
+    """What the gate judges, probed capabilities included.
+
+    dense: dense DWDP is asked for. dwdp_size: of the `dwdp` section, None (or 0) without one. sleep, lora,
+    speculative: whether one is configured. exportable_memory: memory handles can reach the peers.
+    dense_copy: the text that asks for a copy mode, unread; None when nothing does. group: how the ranks
+    meet, `store` or `mpi`. gather_available: the gather kernel runs here. gathered_bytes_per_step: what one
+    step of a standalone launch gathers, when it is known.
+    """
+
+    dense: bool = False
+    dwdp_size: int | None = None
+    tp_size: int = 1
+    pp_size: int = 1
+    cp_size: int = 1
+    attention_dp: bool = False
+    overlap_scheduler: bool = False
+    cuda_graphs: object = False
+    torch_compile: object = False
+    prefill_graphs: object = False
+    sleep: object = False
+    lora: object = False
+    speculative: object = False
+    locality_domains: object = False
+    exportable_memory: bool = True
+    dense_copy: str | None = None
+    group: str = "store"
+    gather_available: bool = False
+    role: str = "context"
+    gathered_bytes_per_step: int | None = None
+
+
+def check_launch(settings: LaunchSettings) -> Mode:
+    """The mode of dense DWDP for this launch. Raises GateError naming the first requirement it breaks."""
+    if not settings.dense:
+        return "off"
+    _check_both_modes(settings)
+    if settings.dwdp_size:
+        _check_attached(settings)
+        return "attached"
+    _check_standalone(settings)
+    return "standalone"
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise GateError(message)
+
+
+def _check_both_modes(settings: LaunchSettings) -> None:
+    for field, words in (
+        ("cuda_graphs", "eager execution, without CUDA graphs"),
+        ("torch_compile", "eager execution, without torch.compile"),
+        ("prefill_graphs", "eager execution, without prefill CUDA graphs"),
+        ("sleep", "a launch without sleep"),
+        ("lora", "a launch without LoRA"),
+        ("speculative", "a launch without speculative decoding"),
+        ("locality_domains", "locality domains off"),
+    ):
+        _require(not getattr(settings, field), f"dense DWDP needs {words}: {field} is set")
+    for field in ("pp_size", "cp_size"):
+        size = getattr(settings, field)
+        _require(size == 1, f"dense DWDP needs {field} 1: {field} is {size}")
+    _require(
+        settings.exportable_memory,
+        "dense DWDP needs exportable memory: no handle type works here (exportable_memory is False)",
+    )
+    _require(settings.role in ROLES, f"role {settings.role!r} is not one of {', '.join(ROLES)}")
+
+
+def _check_attached(settings: LaunchSettings) -> None:
+    size, tp_size = settings.dwdp_size, settings.tp_size
+    _require(size > 1, f"attached dense DWDP needs dwdp_size > 1: dwdp_size is {size}")
+    _require(
+        tp_size == 1,
+        f"expert DWDP on an attention-DP instance (a dwdp section with tp_size {tp_size}) is neither mode: "
+        + MODES,
+    )
+    _require(
+        not settings.overlap_scheduler,
+        "attached dense DWDP needs the overlap scheduler off: overlap_scheduler is set",
+    )
+    _require(
+        settings.role == "context",
+        f"attached dense DWDP needs role context: role is {settings.role!r}, which would gather every layer "
+        "in each decode step",
+    )
+    if settings.dense_copy is not None:
+        logger.warning(
+            "the dense copy mode %r (DWDP_DENSE_COPY or dense_dwdp.copy) is ignored: attached dense DWDP "
+            "uses the transfer of expert DWDP",
+            settings.dense_copy,
+        )
+
+
+def _check_standalone(settings: LaunchSettings) -> None:
+    _require(
+        settings.attention_dp,
+        f"dense DWDP without a dwdp section needs attention_dp: attention_dp is off; {MODES}",
+    )
+    _require(
+        settings.tp_size > 1,
+        f"standalone dense DWDP needs tp_size > 1: tp_size is {settings.tp_size}; {MODES}",
+    )
+    _require(
+        settings.group in ("store", "mpi"),
+        f"standalone dense DWDP needs an MPI or store group: group is {settings.group!r}",
+    )
+    copy = "batched" if settings.dense_copy is None else settings.dense_copy.strip().lower()
+    _require(
+        copy in COPY_MODES,
+        f"DWDP_DENSE_COPY (dense_dwdp.copy) accepts {', '.join(COPY_MODES)}: it is {settings.dense_copy!r}",
+    )
+    if copy == "gather":
+        _require(
+            settings.gather_available,
+            "DWDP_DENSE_COPY=gather needs the gather kernel, which is not available here",
+        )
+        logger.warning(
+            "standalone dense DWDP with gather: the validated settings are DWDP_DENSE_COPY=gather, "
+            "DWDP_GATHER_KERNEL=tma and DWDP_DISABLE_COOP_ROUTING=1"
+        )
+    if settings.role != "context":
+        known = settings.gathered_bytes_per_step
+        amount = "the bytes of every covered layer" if known is None else f"{known} bytes"
+        logger.warning(
+            "role %s with standalone dense DWDP: every step gathers %s, each decode step included",
+            settings.role,
+            amount,
+        )
+
+
+def check_supported(config: ServeConfig, mode: Mode) -> None:
+    """Refuses settings that the schema knows and that no code serves yet.
+
+    config: as `resolve` gives it. mode: as `check_launch` gives it. Raises ConfigError naming the fields.
+    """
+    wanted = []
+    if config.device == "cuda":
+        wanted.append("device: cuda")
+    dwdp = config.dwdp
+    if dwdp is not None:
+        if config.overlap_scheduler:
+            raise ConfigError("overlap_scheduler: true does not go with expert DWDP")
+        if config.tp_size > 1:
+            raise ConfigError(f"tp_size {config.tp_size} does not go with a dwdp section; remove one of them")
+        wanted += [
+            f"dwdp.{field}: {shown}"
+            for field, shown, used in (
+                ("contention_opt", "true", dwdp.contention_opt),
+                ("prefetch_gather", "true", dwdp.prefetch_gather),
+                ("gather_kernel", dwdp.gather_kernel, dwdp.gather_kernel != "auto"),
+                ("sm_reserve", dwdp.sm_reserve, dwdp.sm_reserve is not None),
+                ("memory", dwdp.memory, dwdp.memory == "cuda"),
+                ("handle_type", dwdp.handle_type, dwdp.handle_type != "auto"),
+            )
+            if used
+        ]
+    dense = config.dense_dwdp
+    if dense is not None and mode != "off":
+        wanted += [
+            f"dense_dwdp.{field}: {getattr(dense, field)}"
+            for field, served in (("load", "whole"), ("roots", "declared"), ("own_rows", "copy"))
+            if getattr(dense, field) != served
+        ]
+        if mode == "standalone" and dense.copy != "per_slice":
+            wanted.append(f"dense_dwdp.copy: {dense.copy} (DWDP_DENSE_COPY; set per_slice)")
+    if wanted:
+        raise ConfigError(f"not supported yet: {', '.join(wanted)}")

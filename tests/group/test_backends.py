@@ -1,0 +1,180 @@
+"""Groups of processes over a TCPStore: deaths, a store that goes away, addresses."""
+
+import gc
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from dwdp import env
+from dwdp.errors import GroupError, GroupTimeoutError
+from dwdp.group.backends import StoreGroup, connect_store, host_store
+
+SCRIPT = os.path.join(os.path.dirname(__file__), "rank_process.py")
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+class Ranks:
+    """The ranks of `rank_process.py`, once all have joined."""
+
+    def __init__(self, size, port, mode):
+        environment = env.child_environment(OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="FATAL")
+        self.process = subprocess.Popen(
+            [sys.executable, SCRIPT, str(size), str(port), mode],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self.lines, self.pids = [], {}
+        while len(self.pids) < size:
+            line = json.loads(self.process.stdout.readline() or self.process.stderr.read())
+            self.pids.setdefault(line["rank"], line.get("joined"))
+            self.lines += [] if "joined" in line else [line]
+
+    def end(self):
+        """-> (outcome by rank, stderr) once every rank has ended."""
+        # not communicate(): it would miss the lines that readline has buffered
+        out, err = self.process.stdout.read(), self.process.stderr.read()
+        self.process.wait(20)
+        outcomes = [*self.lines, *map(json.loads, out.splitlines())]
+        return {line["rank"]: line for line in outcomes if "joined" not in line}, err
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait(20)
+        self.process.stdout.close()
+        self.process.stderr.close()
+
+
+def test_a_killed_rank_is_named_by_the_others_within_a_second_and_they_go_on():
+    store, port = host_store()
+    with Ranks(3, port, "serving") as ranks:
+        time.sleep(0.3)  # the others wait in the collective
+        killed = time.time()
+        os.kill(ranks.pids[2], signal.SIGKILL)
+        outcomes, err = ranks.end()
+    assert sorted(outcomes) == [0, 1]
+    for line in outcomes.values():
+        assert line["error"] == "RankDiedError" and "rank 2 died" in line["text"]
+        assert line["at"] - killed < 1 and line["dead"] == [2]
+    assert err.count("rank 2 died") == 2 and "Traceback" not in err
+    del store
+
+
+def test_when_the_rank_that_serves_the_store_is_killed_the_others_name_it_without_a_trace_on_stderr():
+    with Ranks(3, free_port(), "host") as ranks:
+        time.sleep(0.2)
+        killed = time.time()
+        os.kill(ranks.pids[0], signal.SIGKILL)
+        outcomes, err = ranks.end()
+    assert sorted(outcomes) == [1, 2]
+    for line in outcomes.values():
+        assert line["error"] == "RankDiedError" and "rank 0" in line["text"]
+        assert line["at"] - killed < 1
+    assert "frame #" not in err and "Traceback" not in err
+
+
+def test_a_frozen_host_of_the_store_ends_no_wait_later_than_the_deadline_and_is_named():
+    port = free_port()
+    with Ranks(1, port, "store") as ranks:
+        group = StoreGroup(connect_store(port), 1, 2, timeout_seconds=1.2, host_rank=0)
+        os.kill(ranks.pids[0], signal.SIGSTOP)
+        start = time.monotonic()
+        with pytest.raises(GroupTimeoutError, match="store, served by rank 0, did not answer within 1.2 s"):
+            group.barrier("x")
+        group.close()
+        assert time.monotonic() - start < 5
+
+
+def test_the_host_of_the_store_leaves_last_so_nobody_loses_the_final_barrier():
+    with Ranks(4, free_port(), "leave") as ranks:
+        outcomes, err = ranks.end()
+    assert sorted(outcomes) == [0, 1, 2, 3] and all(line["left"] for line in outcomes.values()), err
+    assert "died" not in err
+
+
+def test_the_store_listens_on_the_given_address_only():
+    before = listening()
+    store, port = host_store()
+    assert listening() - before == {("127.0.0.1", port)}
+    with pytest.raises(GroupError, match=f"127.0.0.1:{port}: Address already in use"):
+        host_store("127.0.0.1", port)
+    client = connect_store(port)
+    client.set("k", b"v")
+    assert store.get("k") == b"v"
+    del client, store
+
+
+def listening():
+    """(address, port) of every listening TCP socket of this process, IPv6 too."""
+    inodes = set()
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            inodes.add(os.readlink(f"/proc/self/fd/{fd}").removeprefix("socket:[").removesuffix("]"))
+        except OSError:
+            continue
+    found = set()
+    for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        for line in open(f"/proc/self/net/{table}").readlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:
+                address, port = fields[1].split(":")
+                raw = b"".join(bytes.fromhex(address[i : i + 8])[::-1] for i in range(0, len(address), 8))
+                found.add((socket.inet_ntop(family, raw), int(port, 16)))
+    return found
+
+
+def test_a_store_that_nobody_serves_is_named_at_the_deadline_and_not_long_after(capfd):
+    port = free_port()
+    start = time.monotonic()
+    with pytest.raises(GroupTimeoutError, match=f"rank 0 does not serve .*127.0.0.1:{port} within 0.4 s"):
+        connect_store(port, timeout_seconds=0.4, served_by="rank 0")
+    assert time.monotonic() - start < 1.5
+    assert capfd.readouterr().err == ""
+
+
+def test_a_store_that_is_gone_before_the_group_is_closed_hangs_and_raises_nothing_at_close():
+    store, port = host_store()
+    group = StoreGroup(connect_store(port), 1, 2, timeout_seconds=5, host_rank=0)
+    del store
+    with pytest.raises(GroupError, match="rank 0, which serves it, died or left"):
+        group.barrier("x")
+    group.close()
+
+
+def test_a_tcp_group_leaves_no_thread_and_no_descriptor():
+    store, port = host_store()
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    def body(rank):
+        client = connect_store(port)
+        with StoreGroup(client, rank, 2, name="g", timeout_seconds=20) as group:
+            group.join({})
+
+    threads = [threading.Thread(target=body, args=(rank,)) for rank in range(2)]
+    [t.start() for t in threads]
+    [t.join() for t in threads]
+    del threads
+    deadline = time.monotonic() + 3  # the server notices a client's end on its own thread
+    while (now := (len(os.listdir("/proc/self/fd")), threading.active_count())) != before:
+        assert time.monotonic() < deadline, (before, now)
+        time.sleep(0.02)
+    del store
