@@ -1,0 +1,200 @@
+"""The decoder: embedding, layers with attention residuals, output head; DWDP's hooks are called here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dwdp.errors import DwdpError, ModelReleasedError
+from dwdp.model.config import ModelConfig
+from dwdp.model.kda import KimiDeltaAttention
+from dwdp.model.mla import LatentAttention
+from dwdp.model.moe import GatedMLP, LatentMoE, RoutedExperts
+from dwdp.model.norms import RMSNorm, residual_mix
+from dwdp.model.state import ModelState
+
+
+def _dense_manager() -> Any:
+    """The dense DWDP manager of this rank context, or None; imported late, the planner builds no runtime."""
+    from dwdp.runtime.manager import current_dense_manager
+
+    return current_dense_manager()
+
+
+class DecoderLayer(nn.Module):
+    """One layer: attention weights are read only between h1 and h2, MoE-dense ones between h1 and h3."""
+
+    # Plain tensor attributes (neither parameter nor buffer) that may move with their segment: there are none.
+    dense_dwdp_allowed: frozenset[str] = frozenset()
+    # Never moved: the routing bias is rewritten by load balancing and read in fp32.
+    dense_dwdp_excluded: frozenset[str] = frozenset({"e_score_correction_bias"})
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        index: int,
+        *,
+        dtype: torch.dtype,
+        expert_format: str,
+        expert_range: tuple[int, int],
+        device: torch.device | str,
+    ) -> None:
+        super().__init__()
+        where: dict[str, Any] = dict(dtype=dtype, device=device)
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.index, self.eps = index, eps
+        self.is_moe = config.is_moe(index)
+        self.dense = _dense_manager()
+        attention = LatentAttention if config.layer_kind(index) == "mla" else KimiDeltaAttention
+        self.self_attn = attention(config, **where)
+        if self.is_moe:
+            self.block_sparse_moe = LatentMoE(
+                config, index, expert_format=expert_format, expert_range=expert_range, **where
+            )
+        else:
+            self.mlp = GatedMLP(config, config.intermediate_size, **where)
+        self.input_layernorm = RMSNorm(hidden, eps, **where)
+        self.post_attention_layernorm = RMSNorm(hidden, eps, **where)
+        block = config.attn_res_block_size
+        self.has_residual_mix = block is not None
+        self.starts_block = block is not None and index % block == 0
+        if self.has_residual_mix:
+            self.self_attention_res_proj = nn.Linear(hidden, 1, bias=False, **where)
+            self.self_attention_res_norm = RMSNorm(hidden, eps, **where)
+            self.mlp_res_proj = nn.Linear(hidden, 1, bias=False, **where)
+            self.mlp_res_norm = RMSNorm(hidden, eps, **where)
+
+    def dense_dwdp_roots(self) -> dict[str, list[nn.Module]]:
+        """Segment -> modules whose weights dense DWDP may spread; empty for a layer without MoE."""
+        if not self.is_moe:
+            return {}
+        return {"attn": [self.self_attn], "moe": self.block_sparse_moe.dense_roots()}
+
+    def forward(self, prefix: Tensor, snapshots: list[Tensor], state: Any = None) -> Tensor:
+        """prefix: running sum [B, T, hidden] -> the next. A block's first layer appends to `snapshots`."""
+        if self.dense is not None:
+            self.dense.h1(self.index)
+        x = self._mixed(prefix, snapshots, "self_attention")
+        attended = self.self_attn(self.input_layernorm(x), state)
+        if self.dense is not None:
+            self.dense.h2(self.index)
+        if self.starts_block:
+            # The snapshot is the unmixed sum, and the new block's sum starts at the attention output.
+            snapshots.append(prefix)
+            prefix = attended
+        else:
+            prefix = prefix + attended
+        x = self.post_attention_layernorm(self._mixed(prefix, snapshots, "mlp"))
+        if self.is_moe:
+            out = self.block_sparse_moe(x)
+        else:
+            out = self.mlp(x)
+        if self.dense is not None:
+            self.dense.h3(self.index)
+        return prefix + out
+
+    def _mixed(self, prefix: Tensor, snapshots: list[Tensor], which: str) -> Tensor:
+        if not self.has_residual_mix:
+            return prefix
+        proj, norm = getattr(self, f"{which}_res_proj"), getattr(self, f"{which}_res_norm")
+        return residual_mix(prefix, snapshots, proj.weight, norm.weight, self.eps)
+
+
+class TextModel(nn.Module):
+    """Embedding, layers and final norm; names below `model.` as in the release."""
+
+    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: Any, **experts: Any) -> None:
+        super().__init__()
+        where: dict[str, Any] = dict(dtype=dtype, device=device)
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.eps = eps
+        self.embed_tokens = nn.Embedding(config.vocab_size, hidden, **where)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, i, **where, **experts) for i in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(hidden, eps, **where)
+        self.has_residual_mix = config.attn_res_block_size is not None
+        if self.has_residual_mix:
+            self.output_attn_res_proj = nn.Linear(hidden, 1, bias=False, **where)
+            self.output_attn_res_norm = RMSNorm(hidden, eps, **where)
+
+    def forward(self, ids: Tensor, state: ModelState | None) -> Tensor:
+        prefix, snapshots = self.embed_tokens(ids), []
+        for layer in self.layers:
+            prefix = layer(prefix, snapshots, None if state is None else state.layers[layer.index])
+        if self.has_residual_mix:
+            proj, norm = self.output_attn_res_proj.weight, self.output_attn_res_norm.weight
+            prefix = residual_mix(prefix, snapshots, proj, norm, self.eps)
+        return self.norm(prefix)
+
+
+class KimiK3Model(nn.Module):
+    """Kimi-K3 (and Kimi-Linear) text model.
+
+    `named_parameters()` are the release's names without `language_model.`, but for the routed experts: layer
+    N has its tables in `model.layers.N.block_sparse_moe.experts` (see `RoutedExperts`). Parameters that the
+    release keeps in fp32 (A_log, dt_bias, convolutions, o_norm, routing bias) are fp32 in a bf16 model too.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        expert_format: str = "plain",
+        expert_range: tuple[int, int] | None = None,
+        device: torch.device | str = "meta",
+    ) -> None:
+        """expert_range: experts (start, end) whose rows this rank holds until they are rebound; None: all."""
+        super().__init__()
+        self.config, self.dtype, self.expert_format = config, dtype, expert_format
+        self.released = False
+        self.unusable: BaseException | None = None
+        self.dense = _dense_manager()
+        self.model = TextModel(
+            config,
+            dtype=dtype,
+            device=device,
+            expert_format=expert_format,
+            expert_range=(0, config.num_experts) if expert_range is None else expert_range,
+        )
+        self.lm_head = nn.Linear(
+            config.hidden_size, config.vocab_size, bias=False, dtype=dtype, device=device
+        )
+
+    def moe_layers(self) -> list[RoutedExperts]:
+        """The routed experts of every MoE layer, in model order."""
+        return [layer.block_sparse_moe.experts for layer in self.model.layers if layer.is_moe]
+
+    def new_state(self, batch: int, capacity: int) -> ModelState:
+        """Empty state of `batch` sequences with room for `capacity` tokens each, on the model's device."""
+        device = self.lm_head.weight.device
+        return ModelState.zeros(self.config, batch, capacity, dtype=self.dtype, device=device)
+
+    def forward(self, ids: Tensor, state: ModelState | None = None, *, last_only: bool = False) -> Tensor:
+        """ids: [B, T] -> fp32 logits [B, T, vocab], or [B, 1, vocab] of the last token with `last_only`.
+
+        With `state` every sequence goes on from its own length and the state is updated in place; a forward
+        that raises leaves it as it was. Without, sequences start empty and the result is differentiable.
+        Raises ModelReleasedError once the weights are released, DwdpError on a model marked unusable,
+        ValueError when ids and state do not fit.
+        """
+        if self.released:
+            raise ModelReleasedError("the weights of this model were released; build and load a new one")
+        if self.unusable is not None:
+            raise DwdpError(f"this model cannot run: {self.unusable}") from self.unusable
+        if ids.ndim != 2 or ids.numel() == 0:
+            raise ValueError(f"ids must be [batch, tokens] with at least one token, not {list(ids.shape)}")
+        if state is not None:
+            state.begin(*ids.shape)
+        if self.dense is not None:
+            self.dense.h0()
+        hidden = self.model(ids, state)
+        if state is not None:
+            state.commit(ids.shape[1])
+        if last_only:
+            hidden = hidden[:, -1:]
+        logits = self.lm_head(hidden)
+        return logits if logits.dtype == torch.float64 else logits.float()
