@@ -1,0 +1,187 @@
+"""The dense manager of a rank: registration before the model is built, hooks, set-up, guards on weight changes.
+
+Importing this module loads no torch, so that whoever builds a model can ask for the registered manager.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+from dwdp.errors import DwdpError, ModelReleasedError
+from dwdp.runtime.counters import Counters
+
+if TYPE_CHECKING:
+    from dwdp.runtime.dense import DenseRuntime
+    from dwdp.runtime.experts import ExpertRuntime
+    from dwdp.runtime.setup_dense import DenseWeights
+
+logger = logging.getLogger(__name__)
+
+_current_dense: ContextVar[DenseDwdpManager | None] = ContextVar("dwdp_dense_manager", default=None)
+
+
+def current_dense_manager() -> DenseDwdpManager | None:
+    """The dense manager registered in this rank's context, or None; decoder layers capture it when built."""
+    return _current_dense.get()
+
+
+class DenseDwdpManager:
+    """Owns the dense runtime of a rank; the model's layers call its hooks.
+
+    Registered before the model is built, at most one per process and rank context. Until set-up has committed,
+    and after release, the hooks do nothing. config: a DenseConfig that is enabled.
+    """
+
+    def __init__(self, config) -> None:
+        self.config = config
+        self.runtime: DenseRuntime | None = None
+        self.weights: DenseWeights | None = None
+        self.report: dict[str, Any] | None = None
+        self.experts: ExpertRuntime | None = None  # attached: H0 starts their prefetch
+        self.before_h0: Callable[[], None] | None = None
+
+    def register(self) -> None:
+        """Makes this the manager that layers capture."""
+        registered = _current_dense.get()
+        if registered is not None and registered is not self:
+            raise DwdpError("a dense DWDP manager is registered already in this rank's context; release it first")
+        _current_dense.set(self)
+
+    def unregister(self) -> None:
+        """Idempotent; leaves another manager alone."""
+        if _current_dense.get() is self:
+            _current_dense.set(None)
+
+    def check_model(self, model) -> bool:
+        """Whether the model declares dense roots; needs no weights. Without: an error, or logged (REQUIRED=0)."""
+        from dwdp.partition.collect import has_dense_roots
+
+        if has_dense_roots(model):
+            return True
+        message = f"dense DWDP is on but no layer of {type(model).__name__} declares dense roots"
+        if self.config.required:
+            raise DwdpError(f"{message}; switch DWDP_DENSE off, or set DWDP_DENSE_REQUIRED=0 to serve without it")
+        logger.error("%s; its dense weights stay replicated", message)
+        return False
+
+    def setup(
+        self, model, *, group, domain, device, counters: Counters, free_bytes, verify_every: int = 0
+    ) -> dict[str, Any]:
+        """Spreads the model's dense weights; see setup_dense.py. On a committed model: the same report again.
+
+        A leak with STRICT raises on this rank after the commit, and publishes an abort.
+        """
+        from dwdp.partition.collect import decoder_layers
+        from dwdp.runtime.dense import DenseRuntime
+        from dwdp.runtime.dense_schedule import DenseSchedule
+        from dwdp.runtime.setup_dense import DenseSetup
+        from dwdp.runtime.watchdog import SlotChecker
+
+        if self.runtime is not None:
+            return self.report
+        setup = DenseSetup(model, self.config, group=group, domain=domain, device=device, free_bytes=free_bytes)
+        self.report, self.weights = setup.run()
+        if self.weights is None:
+            return self.report
+        for module in (model, *decoder_layers(model)):
+            module.dense_dwdp_moved = True
+        weights = self.weights
+        self.runtime = DenseRuntime(
+            device,
+            DenseSchedule(weights.layout.segments, prefetch_next_pass=True),
+            weights.layout.positions,
+            weights.plans,
+            counters,
+            strict=self.config.strict,
+            checker=SlotChecker(weights.layout, weights.store, weights.slots, weights.checksums),
+            watch=self.config.debug >= 2,
+            verify_every=verify_every,
+        )
+        if weights.leaks and self.config.strict:
+            message = f"dense DWDP (strict): originals are still alive after the commit: {'; '.join(weights.leaks)}"
+            group.abort(message)
+            raise DwdpError(message)
+        return self.report
+
+    # ---- hooks, called by the model ----
+
+    def h0(self) -> None:
+        """Model forward entry: dense priming, then the start of the expert prefetch."""
+        if self.runtime is not None and not self.runtime.released:
+            if self.before_h0 is not None:
+                self.before_h0()
+            self.runtime.h0()
+            if self.experts is not None:
+                self.experts.start_forward()
+
+    def h1(self, layer_index: int) -> None:
+        """Decoder layer entry."""
+        if self.runtime is not None:
+            self.runtime.h1(layer_index)
+
+    def h2(self, layer_index: int) -> None:
+        """After the attention call."""
+        if self.runtime is not None:
+            self.runtime.h2(layer_index)
+
+    def h3(self, layer_index: int) -> None:
+        """After the MoE block."""
+        if self.runtime is not None:
+            self.runtime.h3(layer_index)
+
+    # ---- teardown, step by step, because the steps are agreed among the ranks ----
+
+    def drain(self) -> None:
+        """No hook issues anything any more; waits for the copies."""
+        if self.runtime is not None:
+            self.runtime.release()
+            self.runtime.device.drain()
+
+    def unmap_imports(self) -> None:
+        """Detaches the model's tensors to empty and gives the mappings of the peers' rows back."""
+        if self.weights is not None:
+            self.weights.detach()
+            self.weights.store.unmap_imports()
+
+    def release_own(self) -> None:
+        """Releases this rank's rows and slots."""
+        if self.weights is not None:
+            self.weights.slots.close()
+            self.weights.store.close()
+            self.weights = None
+
+
+def refuse_weight_change(model) -> None:
+    """Raises before a load, reload or incremental update of a model whose dense weights have moved.
+
+    Also after teardown, and through wrappers. A model whose set-up was abandoned or never ran passes.
+    """
+    for part in _wrapped(model):
+        if getattr(part, "released", False):
+            raise ModelReleasedError("the weights of this model were released; build and load a new one")
+        if getattr(part, "unusable", None) is not None:
+            raise DwdpError(f"this model cannot run any more: {part.unusable}; build and load a new one")
+        if getattr(part, "dense_dwdp_moved", False):
+            raise DwdpError(
+                "dense DWDP has spread this model's weights over the ranks: they cannot be loaded or updated in "
+                "place; build and load a new model"
+            )
+
+
+def _wrapped(model) -> Iterator[Any]:
+    """The model, the modules in it, and what a wrapper that is no module holds as `model` or `module`."""
+    seen: set[int] = set()
+    pending = [model]
+    while pending:
+        part = pending.pop()
+        if part is None or id(part) in seen:
+            continue
+        seen.add(id(part))
+        yield part
+        if callable(getattr(part, "modules", None)):
+            yield from part.modules()
+        else:
+            pending += [getattr(part, name, None) for name in ("model", "module")]

@@ -1,0 +1,308 @@
+"""DWDP of a rank in attached mode: set-up (dense first, then experts), start of a forward, teardown.
+
+Importing this module loads no torch, so that whoever builds a model can ask for the registered manager.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from dwdp.errors import DwdpError, ModelReleasedError
+from dwdp.partition.experts import ExpertPartition
+from dwdp.runtime.counters import Counters
+from dwdp.runtime.dense_manager import DenseDwdpManager, current_dense_manager, refuse_weight_change
+
+if TYPE_CHECKING:
+    from dwdp.runtime.experts import ExpertRuntime
+
+__all__ = ["DenseDwdpManager", "DwdpManager", "current_dense_manager", "refuse_weight_change"]
+
+logger = logging.getLogger(__name__)
+
+RELEASE_BARRIER_SECONDS = 60.0  # a teardown waits this long for a peer, then goes on without it
+
+
+class DwdpManager:
+    """DWDP of one rank in attached mode: expert DWDP, with dense DWDP on top where it is on. A context manager.
+
+    config: DwdpConfig; dense: DenseConfig or None; group: joined, of `config.dwdp_size` ranks (None for one);
+    domain, device: this rank's, open until after `release`; num_experts: E. The model is built between
+    `__enter__` and `setup`.
+    """
+
+    def __init__(self, config, dense, *, group, domain, device, num_experts: int) -> None:
+        self.config, self.group, self.domain, self.device = config, group, domain, device
+        self.partition = ExpertPartition.from_config(config, num_experts=num_experts)
+        self.dense_config = dense
+        enabled = dense is not None and dense.enabled
+        if enabled and config.dwdp_size < 2:
+            raise DwdpError("dense DWDP on top of expert DWDP needs dwdp_size > 1, it is 1")
+        self.dense = DenseDwdpManager(dense) if enabled else None
+        self.experts: ExpertRuntime | None = None
+        self.report: dict[str, Any] | None = None
+        self._counters = Counters()
+        self._model: Callable[[], Any] = lambda: None
+        self._started = False  # a start was called and H0 was not reached yet
+        self._primed = False  # the forward that runs now found its first copies enqueued
+        self._released = False
+
+    def __enter__(self) -> DwdpManager:
+        if self.dense is not None:
+            self.dense.register()
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        try:
+            self._release(agreed=kind is None)
+        finally:
+            if self.dense is not None:
+                self.dense.unregister()
+
+    # ---- set-up ----
+
+    def check_model(self, model) -> None:
+        """Refuses, before weights are loaded, a model that dense DWDP is required for and that has no roots."""
+        if self.dense is not None:
+            self.dense.check_model(model)
+
+    def setup(self, model) -> dict[str, Any]:
+        """Moves the loaded model's weights; collective. Returns the report, on a committed model the same again.
+
+        Dense DWDP commits first, so that its originals are given back before the expert ring is allocated.
+        Raises on every rank when any fails; where dense DWDP had committed, `model.unusable` is the error.
+        """
+        if self._released:
+            raise ModelReleasedError("this DWDP manager was released; make a new one for a newly loaded model")
+        if self.report is not None:
+            return self.report
+        refuse_weight_change(model)
+        if self.group is not None and self.group.dead:
+            raise DwdpError(f"no set-up without ranks {sorted(self.group.dead)}, which are dead; start the group anew")
+        self._model = weakref.ref(model)
+        dense_report = self._setup_dense(model)
+        try:
+            self.experts = self._setup_experts(model, dense_report)
+            self._attach()
+            if self.group is not None:
+                self.group.mark_setup_done()
+        except BaseException as error:
+            self._give_up(model, error)
+            raise
+        self.report = {"dense": dense_report, "experts": self.experts.report}
+        self._exposed_before = self.device.exposed_wait_seconds
+        return self.report
+
+    def _setup_dense(self, model) -> dict[str, Any]:
+        from dwdp.partition.collect import has_dense_roots
+        from dwdp.runtime.setup_dense import DenseSetup, nothing_moved
+
+        if self.config.dwdp_size < 2:
+            return nothing_moved("off")
+        if not has_dense_roots(model):
+            if self.dense is not None:
+                self.dense.check_model(model)
+            return nothing_moved("no roots" if self.dense is not None else "off")
+        resources = {"group": self.group, "domain": self.domain, "device": self.device}
+        free_bytes = self._free_bytes_of(model)
+        if self.dense is None:
+            # Off here; a rank where it is on must not wait for this one.
+            config = self.dense_config or _dense_off()
+            return DenseSetup(model, config, free_bytes=free_bytes, **resources).run()[0]
+        try:
+            return self.dense.setup(
+                model,
+                counters=self._counters,
+                free_bytes=free_bytes,
+                verify_every=self.config.verify_every,
+                **resources,
+            )
+        except BaseException as error:
+            self._give_up(model, error)
+            raise
+
+    def _setup_experts(self, model, dense_report: dict[str, Any]) -> ExpertRuntime:
+        from dwdp.partition.collect import has_dense_roots
+        from dwdp.runtime.setup_experts import setup_experts
+
+        return setup_experts(
+            model,
+            group=self.group,
+            domain=self.domain,
+            device=self.device,
+            partition=self.partition,
+            num_slots=self.config.num_prefetch_slots,
+            verify=self.config.verify,
+            verify_every=self.config.verify_every,
+            counters=self._counters,
+            host_memory_bytes=self.config.host_memory_bytes,
+            dense_would_help=dense_report["status"] == "off" and has_dense_roots(model),
+            restorable=not self._dense_committed,
+        )
+
+    def _attach(self) -> None:
+        if not self._dense_committed:
+            return
+        self.dense.experts, self.dense.before_h0 = self.experts, self._reached_h0
+        if self.config.num_prefetch_slots > 2:
+            logger.info(
+                "with %d expert prefetch slots each layer's expert copy runs ahead of its dense copy",
+                self.config.num_prefetch_slots,
+            )
+
+    def _give_up(self, model, error: BaseException) -> None:
+        """After a failure behind the dense commit: everything goes, and the model says why it cannot run."""
+        if not self._dense_committed and self.experts is None:
+            return  # the model is as it was
+        if getattr(model, "unusable", None) is None:
+            model.unusable = error
+        for part in self._parts():
+            for step in (part.drain, part.unmap_imports, part.release_own):
+                _attempt(step)
+        self.experts = None
+        if self.dense is not None:
+            self.dense.runtime = self.dense.experts = None
+
+    def _free_bytes_of(self, model) -> Callable[[], int]:
+        def free_bytes() -> int:
+            from dwdp.runtime.setup_experts import outside_bytes
+            from dwdp.weights.ring import free_host_bytes
+
+            declared = self.config.host_memory_bytes
+            held = 0 if declared is None else outside_bytes(model, self.domain)
+            return free_host_bytes(
+                self.domain, declared_bytes=declared, held_elsewhere=held, ranks_on_host=self.group.size
+            )
+
+        return free_bytes
+
+    # ---- a forward ----
+
+    def start_forward(self) -> None:
+        """Called by the executor's loop before each forward; enqueues what is missing of the first copies.
+
+        L(first), L(second), then E(first) and on. After an aborted forward it leaves everything to H0. Never waits
+        for the device.
+        """
+        self.device.mark("start")
+        self._started, self._primed = True, self._is_primed()
+        if self._dense_committed:
+            if self.dense.runtime.needs_recovery:
+                return
+            self.dense.runtime.start_forward()
+        if self.experts is not None:
+            self.experts.start_forward()
+
+    def _reached_h0(self) -> None:
+        if not self._started:
+            self._primed = self._is_primed()
+        self._started = False
+
+    def end_forward(self) -> None:
+        """Called by the executor's loop after a forward that completed."""
+        self.device.mark("end")
+        self._counters.forwards += 1
+        self._counters.primed_forwards += self._primed
+        self._started = self._primed = False
+
+    def invalidate_prefetch(self) -> None:
+        """Drops every expert copy not yet read, because expert rows change; dense copies stay."""
+        if self.experts is not None:
+            self.experts.invalidate_prefetch()
+
+    def _is_primed(self) -> bool:
+        return (
+            self.experts is not None
+            and self.experts.primed
+            and (not self._dense_committed or self.dense.runtime.primed)
+        )
+
+    # ---- teardown ----
+
+    def release(self) -> None:
+        """Gives DWDP back, agreed among the ranks; idempotent. The model cannot run afterwards.
+
+        Stops, drains, waits (bounded) for the peers, unmaps their memory, waits again, releases own memory; dense
+        before experts in every step. Dead ranks are skipped. What fails is logged and stops nothing.
+        """
+        self._release(agreed=True)
+
+    def _release(self, *, agreed: bool) -> None:
+        if self._released:
+            return
+        self._released = True
+        parts = list(self._parts())
+        if not parts:
+            return
+        model = self._model()
+        if model is not None:
+            model.released = True
+        for part in parts:
+            _attempt(part.drain)
+        if agreed:
+            self._barrier("release: copies drained")
+        for part in parts:
+            _attempt(part.unmap_imports)
+        if agreed:
+            self._barrier("release: peers unmapped")
+        for part in parts:
+            _attempt(part.release_own)
+
+    def _parts(self) -> Iterator[DenseDwdpManager | ExpertRuntime]:
+        if self._dense_committed:
+            yield self.dense
+        if self.experts is not None:
+            yield self.experts
+
+    def _barrier(self, tag: str) -> None:
+        if self.group is not None:
+            _attempt(lambda: self.group.barrier(tag, timeout_seconds=RELEASE_BARRIER_SECONDS, skip_dead=True), tag)
+
+    # ---- what it says ----
+
+    @property
+    def _dense_committed(self) -> bool:
+        return self.dense is not None and self.dense.runtime is not None
+
+    @property
+    def verification_error(self) -> Exception | None:
+        """The first mismatch that the checks beside the forwards found, dense or experts, or None."""
+        dense = self.dense.runtime.verification_error if self._dense_committed else None
+        return dense or (self.experts.verification_error if self.experts is not None else None)
+
+    def ledger(self) -> dict[str, int]:
+        """Bytes, static after set-up; without `replicated_bytes`, which is the model's own."""
+        dense = self.report["dense"] if self.report else {}
+        experts = self.report["experts"] if self.report else {}
+        dense_moved, expert_moved = dense.get("moved_bytes", 0), experts.get("expert_moved_bytes", 0)
+        return {
+            "moved_bytes": expert_moved + dense_moved,
+            "expert_moved_bytes": expert_moved,
+            "dense_moved_bytes": dense_moved,
+            "stored_bytes": experts.get("stored_bytes", 0) + dense.get("stored_bytes", 0),
+            "ring_bytes": experts.get("ring_bytes", 0),
+            "slot_bytes": dense.get("slot_bytes", 0),
+            "freed_bytes": experts.get("freed_bytes", 0) + dense.get("freed_bytes", 0),
+        }
+
+    def counters(self) -> dict[str, int | float]:
+        """What was counted since set-up."""
+        if self.report:
+            self._counters.exposed_wait_seconds = self.device.exposed_wait_seconds - self._exposed_before
+        return self._counters.as_dict()
+
+
+def _attempt(step: Callable[[], object], what: str | None = None) -> None:
+    """A step of a teardown: a failure is logged with its traceback and stops nothing."""
+    try:
+        step()
+    except Exception:
+        logger.exception("%s failed; the teardown goes on", what or getattr(step, "__qualname__", step))
+
+
+def _dense_off():
+    from dwdp.config.schema import DenseConfig
+
+    return DenseConfig()

@@ -1,0 +1,426 @@
+"""Dense set-up in six phases over five collectives: spread the dense weights, or leave the model as it was.
+
+    P1  layout, digest, checksums, switches and a memory check are compared       vote that carries the reports
+    P2  store and slots are allocated, own rows written                           exchange of handles
+    P3  peers' rows are mapped, plans built                                       vote
+    P4  every layer is gathered and compared byte for byte with the originals     vote
+    P5  the module tensors are repointed into the slots, every layer checked      vote
+    P6  the originals are dropped                                                 local
+
+[Note: every rank enters every collective] A rank that failed in a phase hands its error in at that phase's
+collective. A bad verdict ends set-up on all ranks there, with the original tensors back in their places.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from dwdp.errors import DwdpError, GroupError, GroupTimeoutError, RankDiedError, VerificationError
+from dwdp.group.fds import close_fds
+from dwdp.group.ranks import compare_reports, join_problems
+from dwdp.partition.collect import Collected, collect
+from dwdp.partition.layout import Blob, DenseLayout, first_difference, original_checksums
+from dwdp.runtime.dense_schedule import slot_name
+from dwdp.runtime.leaks import find_leaks
+from dwdp.runtime.slots import DenseSlots, gather_plans, slot_bytes
+from dwdp.weights.copy import run_plan
+from dwdp.weights.plan import CopyPlan
+from dwdp.weights.store import RowStore
+
+logger = logging.getLogger(__name__)
+
+# Every rank sets these alike. `enabled` and `required` are compared first and apart: where they differ all raise.
+COMPARED_SETTINGS = (
+    "segments",
+    "min_bytes",
+    "store_chunk_mb",
+    "strict",
+    "debug",
+    "load",
+    "roots",
+    "own_rows",
+)
+
+
+@dataclass
+class DenseWeights:
+    """What a committed set-up leaves.
+
+    plans: for each pos, slot -> plan. checksums: P1's of every blob, see `original_checksums`. repointed: weak
+    references to the tensors in the modules that lie in slots; the model owns them.
+    """
+
+    layout: DenseLayout
+    store: RowStore
+    slots: DenseSlots
+    plans: list[dict[str, CopyPlan]]
+    checksums: list[list[str]]
+    repointed: list[weakref.ref]
+    leaks: list[str]
+
+    def detach(self) -> None:
+        """Leaves the model empty tensors in place of those in slots."""
+        references, self.repointed = self.repointed, []
+        for reference in references:
+            tensor = reference()
+            if tensor is not None:
+                tensor.data = tensor.data.new_empty((0, *tensor.shape[1:]))
+
+
+class DenseSetup:
+    """One attempt. `run()` returns the report and, when it committed, the weights; else the model is untouched.
+
+    free_bytes: called in P1, bytes of memory that may still be allocated. config: a DenseConfig.
+    """
+
+    def __init__(self, model: nn.Module, config, *, group, domain, device, free_bytes: Callable[[], int]) -> None:
+        self.model, self.config = model, config
+        self.group, self.domain, self.device = group, domain, device
+        self.free_bytes = free_bytes
+        self.collected: Collected | None = None
+        self.checksums: list[list[str]] = []
+        self.store: RowStore | None = None
+        self.slots: DenseSlots | None = None
+        self.plans: list[dict[str, CopyPlan]] = []
+        self.repointed: list[weakref.ref] | None = None  # None: the modules hold the originals
+
+    def run(self) -> tuple[dict, DenseWeights | None]:
+        """Raises on every rank when set-up failed anywhere and REQUIRED is on; a broken group always raises."""
+        try:
+            if not self._p1_compare():
+                return nothing_moved("off"), None
+            if not self.layout.blobs:
+                return self._nothing_covered(), None
+            peers = self._p2_write_rows()
+            self._p3_map_peers(peers)
+            self._p4_verify()
+            self._p5_repoint()
+        except BaseException as error:
+            self._abandon()
+            # A group that broke in another way shows itself in its next collective.
+            broken = isinstance(error, (_Disagreement, GroupTimeoutError, RankDiedError))
+            if broken or self.config.required or not isinstance(error, Exception):
+                raise
+            logger.exception("dense DWDP set-up failed; every rank serves on with replicated dense weights")
+            return nothing_moved("abandoned", f"{type(error).__name__}: {error}"), None
+        try:
+            return self._p6_drop_originals()
+        except BaseException as error:
+            # The peers have committed, and originals may be gone already.
+            self.group.abort(f"dense P6 failed on rank {self.group.rank}: {error!r}")
+            self.model.unusable = error
+            self._weights([]).detach()
+            self._abandon()
+            raise
+
+    @property
+    def layout(self) -> DenseLayout:
+        return self.collected.layout
+
+    # ---- the phases ----
+
+    def _p1_compare(self) -> bool:
+        """Whether dense DWDP goes on; False when it is off on every rank."""
+        error, report = None, {}
+        if self.config.enabled:
+            error, report = _attempt(self._local_report)
+        mine = {
+            "enabled": self.config.enabled,
+            "required": self.config.required,
+            "error": _text(error),
+            "report": report or {},
+        }
+        # The error rides in the payload: whether its ranks raise or serve on needs every rank's switches.
+        reports = _collective(error, self.group.vote_with, "dense P1", None, mine)
+        for key, switch in (("enabled", "DWDP_DENSE"), ("required", "DWDP_DENSE_REQUIRED")):
+            values = [report[key] for report in reports]
+            if len(set(values)) > 1:
+                listed = ", ".join(f"rank {rank}: {'on' if v else 'off'}" for rank, v in enumerate(values))
+                raise _Disagreement(f"the ranks differ on {switch} ({listed}); set it alike on every rank")
+        if not self.config.enabled:
+            return False
+        self._verdict("dense P1", error, [report["error"] for report in reports])
+        problems = what_differs([report["report"] for report in reports])
+        if problems:
+            raise DwdpError(f"dense DWDP cannot be set up, the ranks differ: {problems}")
+        return True
+
+    def _local_report(self) -> dict[str, dict[str, str]]:
+        """Three flat tables, so that a difference has a name: switches, every storage's place, its checksum."""
+        c = self.config
+        self.collected = collect(
+            self.model,
+            num_ranks=self.group.size,
+            segments=c.segments,
+            min_bytes=c.min_bytes,
+            strict=c.strict,
+        )
+        if not self.layout.blobs and c.strict:
+            raise DwdpError(f"dense DWDP (strict): no layer has a weight of {c.min_bytes} bytes or more to move")
+        settings = {f"dense_dwdp.{key}": str(getattr(c, key)) for key in COMPARED_SETTINGS}
+        layout = {"granularity of memory": str(self.domain.granularity), "layout digest": self.layout.digest}
+        weights = {}
+        self.checksums = []
+        for number, blob in enumerate(self.layout.blobs):
+            sums = original_checksums(blob, self._originals(number))
+            self.checksums.append(sums)
+            for i, (storage, value) in enumerate(zip(blob.storages, sums)):
+                layout[f"{blob.name} storage {i}"] = storage.describe()
+                weights[f"the checksum of {storage.name} ({blob.name})"] = value
+        self._check_memory()
+        return {"settings": settings, "layout": layout, "weights": weights}
+
+    def _check_memory(self) -> None:
+        store = RowStore(self.domain, self.layout, self.group.rank, chunk_bytes=self._chunk_bytes).nbytes
+        slots = slot_bytes(self.layout, self.domain.granularity)
+        free = self.free_bytes()
+        if self.layout.blobs and store + slots > free:
+            raise DwdpError(
+                f"dense DWDP needs {store} bytes for its rows and {slots} bytes for its slots on rank "
+                f"{self.group.rank} but {free} bytes are free; use more ranks, DWDP_DENSE_SEGMENTS=attn, or "
+                "declare more memory"
+            )
+
+    def _p2_write_rows(self) -> dict[int, list[int]]:
+        """Returns the descriptors of each peer's handles; this rank owns them."""
+        error, _ = _attempt(self._write_rows)
+        sent = [] if error else self.store.descriptors()
+        payload = msgspec.msgpack.encode(_text(error))
+        received = _collective(error, self.group.exchange_fds, "dense P2", sent, payload)
+        peers = {rank: list(fds) for rank, (_, fds) in enumerate(received) if rank != self.group.rank}
+        try:
+            texts = [msgspec.msgpack.decode(payload) for payload, _ in received]
+            self._verdict("dense P2", error, texts)
+        except BaseException:
+            for descriptors in peers.values():
+                close_fds(descriptors)
+            raise
+        return peers
+
+    def _write_rows(self) -> None:
+        self.store = RowStore(self.domain, self.layout, self.group.rank, chunk_bytes=self._chunk_bytes)
+        self.store.allocate()
+        self.slots = DenseSlots(self.domain, self.layout)
+        self.slots.allocate()
+        for number in range(len(self.layout.blobs)):
+            self.store.write_row(number, self._originals(number))
+
+    def _p3_map_peers(self, peers: dict[int, list[int]]) -> None:
+        error, _ = _attempt(self._map_peers, peers)
+        for descriptors in peers.values():
+            close_fds(descriptors)  # what was not taken over
+        self.group.vote("dense P3", error)
+        self.store.close_descriptors()  # every peer has mapped them
+
+    def _map_peers(self, peers: dict[int, list[int]]) -> None:
+        for rank, descriptors in peers.items():
+            self.store.import_rows(rank, descriptors)
+        self.plans = gather_plans(self.layout, self.store, self.slots)
+
+    def _p4_verify(self) -> None:
+        error, _ = _attempt(self._for_each_blob, self._compare_slot)
+        self.group.vote("dense P4", error)
+
+    def _p5_repoint(self) -> None:
+        error, _ = _attempt(self._repoint)
+        self.group.vote("dense P5", error)
+
+    def _repoint(self) -> None:
+        self.repointed = []
+        for number, blob in enumerate(self.layout.blobs):
+            slot = slot_name(blob.segment, blob.pos)
+            moved: dict[int, torch.Tensor] = {}  # one tensor object under two names stays one
+            for storage, bindings in zip(blob.storages, self.collected.bindings[number]):
+                for spec, binding in zip(storage.views, bindings):
+                    old = binding.tensor
+                    if id(old) not in moved:
+                        moved[id(old)] = _stand_in(old, self.slots.view(slot, storage, spec))
+                        self.repointed.append(weakref.ref(moved[id(old)]))
+                    binding.assign(moved[id(old)])
+        self._for_each_blob(self._compare_modules)
+
+    def _p6_drop_originals(self) -> tuple[dict, DenseWeights]:
+        if self.config.debug >= 1:
+            self.slots.fill_with_nan()
+        originals = [
+            (StorageWeakRef(bindings[0].tensor.untyped_storage()), storage.name)
+            for number, blob in enumerate(self.layout.blobs)
+            for storage, bindings in zip(blob.storages, self.collected.bindings[number])
+        ]
+        self.collected = Collected(self.layout, [], self.collected.stays)
+        leaks = find_leaks(originals, name_holders=self.config.debug >= 1)
+        moved = self.layout.moved_nbytes
+        report = {
+            "status": "committed",
+            "problem": None,
+            "digest": self.layout.digest,
+            "covered_layers": self.layout.num_layers,
+            "moved_bytes": moved,
+            "stored_bytes": self.store.nbytes,
+            "slot_bytes": self.slots.nbytes,
+            "freed_bytes": moved - self.layout.share_nbytes(self.group.rank),
+            "leaks": len(leaks),
+        }
+        logger.info(
+            "dense DWDP committed: digest %s, %d layers, %d bytes moved, %d stored, %d in slots, %d freed, %d leaks",
+            report["digest"][:16],
+            *(report[key] for key in ("covered_layers", "moved_bytes", "stored_bytes", "slot_bytes", "freed_bytes")),
+            len(leaks),
+        )
+        return report, self._weights(leaks)
+
+    def _weights(self, leaks: list[str]) -> DenseWeights:
+        return DenseWeights(self.layout, self.store, self.slots, self.plans, self.checksums, self.repointed, leaks)
+
+    # ---- the ends without a commit ----
+
+    def _abandon(self) -> None:
+        """Puts the original tensors back and gives everything back that was allocated."""
+        if self.repointed is not None:
+            for binding in (b for blob in self.collected.bindings for storage in blob for b in storage):
+                binding.assign(binding.tensor)
+        self.device.drain()  # no copy may run into memory that is given back
+        for owner in (self.slots, self.store):
+            if owner is not None:
+                owner.close()
+        self.plans = []
+
+    def _nothing_covered(self) -> dict:
+        stays = self.collected.stays
+        why = f"no storage of {self.config.min_bytes} bytes or more may move" + (f" ({stays[0]})" if stays else "")
+        logger.warning("dense DWDP moves nothing: %s", why)
+        return nothing_moved("nothing covered", why)
+
+    # ---- helpers ----
+
+    @property
+    def _chunk_bytes(self) -> int:
+        return self.config.store_chunk_mb << 20
+
+    def _originals(self, number: int) -> list[torch.Tensor]:
+        return [self.collected.storage_bytes(number, i) for i in range(len(self.layout.blobs[number].storages))]
+
+    def _verdict(self, phase: str, error: BaseException | None, texts: Sequence[str | None]) -> None:
+        """As group.vote, for a collective that carried the errors' texts itself."""
+        if error is not None:
+            raise error
+        failed = [
+            f"rank {rank} failed in phase {phase!r}: {text}" for rank, text in enumerate(texts) if text is not None
+        ]
+        if failed:
+            raise GroupError(join_problems(failed))
+
+    def _for_each_blob(self, check: Callable[[int, Blob, str], None]) -> None:
+        """Gathers every blob into its slot on the copy stream, and checks it there."""
+        for number, blob in enumerate(self.layout.blobs):
+            slot = slot_name(blob.segment, blob.pos)
+            plan = self.plans[blob.pos][slot]
+            self.device.enqueue(
+                self.device.copy,
+                lambda plan=plan: run_plan(plan),
+                kind="copy",
+                slot=slot,
+                layer=blob.pos,
+                nbytes=plan.nbytes,
+            )
+            self.device.synchronize()
+            check(number, blob, slot)
+
+    def _compare_slot(self, number: int, blob: Blob, slot: str) -> None:
+        end = 0
+        for storage, original in zip(blob.storages, self._originals(number)):
+            self._check_pad(blob, slot, end, storage.offset)
+            at = first_difference(self.slots.storage_bytes(slot, storage), original)
+            if at is not None:
+                self._wrong_byte(blob, slot, storage.offset + at)
+            end = storage.offset + storage.nbytes
+        self._check_pad(blob, slot, end, blob.nbytes)
+
+    def _check_pad(self, blob: Blob, slot: str, start: int, end: int) -> None:
+        pad = self.slots.slots[slot].data[start:end]
+        if pad.any():
+            self._wrong_byte(blob, slot, start + int(pad.nonzero()[0]))
+
+    def _wrong_byte(self, blob: Blob, slot: str, byte: int) -> None:
+        raise VerificationError(
+            f"{blob.name} gathered into slot {slot} differs from the original first at {blob.locate(byte)}, in the "
+            f"row of rank {byte // blob.row_nbytes}; between GPUs check IOMMU and ACS settings"
+        )
+
+    def _compare_modules(self, number: int, blob: Blob, slot: str) -> None:
+        start = self.slots.slots[slot].address
+        for storage, bindings in zip(blob.storages, self.collected.bindings[number]):
+            for spec, binding in zip(storage.views, bindings):
+                new, old = getattr(binding.module, binding.attribute), binding.tensor
+                address = start + storage.offset + spec.offset * old.element_size()
+                if new.data_ptr() != address and new.numel():
+                    raise VerificationError(f"{binding.name} does not lie at its place in slot {slot}")
+                if (new.dtype, new.shape, new.stride()) != (old.dtype, old.shape, old.stride()):
+                    raise VerificationError(f"{binding.name} changed its dtype, shape or stride in slot {slot}")
+                if not torch.equal(_value_bytes(new), _value_bytes(old)):
+                    raise VerificationError(f"{binding.name} reads other bytes in slot {slot} than its original")
+
+
+class _Disagreement(DwdpError):
+    """Ranks differ on DENSE or REQUIRED, so REQUIRED cannot decide: all raise."""
+
+
+def nothing_moved(status: str, problem: str | None = None) -> dict:
+    """The dense part of the status where nothing was committed."""
+    zeros = dict.fromkeys(("covered_layers", "moved_bytes", "stored_bytes", "slot_bytes", "freed_bytes", "leaks"), 0)
+    return {"status": status, "problem": problem, "digest": None, **zeros}
+
+
+def what_differs(reports: Sequence[dict[str, dict[str, str]]]) -> str:
+    """What differs between the ranks' reports, or "": switches before layout before weights, since one explains
+    the next."""
+    for part in ("settings", "layout", "weights"):
+        problems = compare_reports([report[part] for report in reports])
+        if problems:
+            return join_problems(problems)
+    return ""
+
+
+def _stand_in(old: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
+    """`view` as the same kind of tensor as `old`, with its Python attributes."""
+    if isinstance(old, nn.Parameter):
+        new = torch.Tensor._make_subclass(type(old), view, old.requires_grad)
+    else:
+        new = view
+    new.__dict__.update(old.__dict__)
+    return new
+
+
+def _value_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """uint8 [n] of a tensor's values: NaNs compare equal to themselves."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _attempt(work: Callable, *args):
+    """(error or None, result or None); see [Note: every rank enters every collective]."""
+    try:
+        return None, work(*args)
+    except BaseException as error:
+        return error, None
+
+
+def _collective(own: BaseException | None, call: Callable, *args):
+    """A collective that fails itself raises what this rank had failed with, with its own error as context."""
+    try:
+        return call(*args)
+    except BaseException:
+        if own is not None:
+            raise own  # noqa: B904
+        raise
+
+
+def _text(error: BaseException | None) -> str | None:
+    return None if error is None else f"{type(error).__name__}: {error}"

@@ -1,0 +1,79 @@
+"""The prefetch ring: min(S, L) slots of pages that the layers' composite ranges map in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dwdp.errors import PrefetchRingMemoryError
+from dwdp.memory.libc import available_bytes
+from dwdp.memory.pages import PagePool
+from dwdp.weights.transport import OwnTable
+
+
+def free_host_bytes(domain, *, declared_bytes: int | None, held_elsewhere: int, ranks_on_host: int) -> int:
+    """Bytes that are free for this rank on the host domain.
+
+    declared_bytes: the declared size of the "device", of which the domain's own memory and `held_elsewhere`
+    (weights outside the domain) are taken. None: what the host has available, shared by its ranks; memory
+    that is held already is not part of that.
+    """
+    if declared_bytes is not None:
+        return max(0, declared_bytes - domain.allocated_bytes - held_elsewhere)
+    return available_bytes() // max(1, ranks_on_host)
+
+
+class PrefetchRing:
+    """Slots of pages. Layer `pos` uses slot pos mod S; every layer of a slot maps the slot's pages.
+
+    layers: per managed layer its tables, whose composite ranges are reserved. Pages are made by `allocate`.
+    """
+
+    def __init__(self, domain, layers: Sequence[Sequence[OwnTable]], num_slots: int) -> None:
+        self.domain = domain
+        self.page_bytes = domain.page_bytes
+        self.num_slots = min(num_slots, len(layers))
+        self._places = [
+            [(table, offset) for table in tables for offset in table.geometry.page_offsets(self.page_bytes)]
+            for tables in layers
+        ]
+        # A slot serves the layer that needs most.
+        self.slot_pages = [
+            max(len(places) for places in self._places[slot :: self.num_slots])
+            for slot in range(self.num_slots)
+        ]
+        self._pool = PagePool(domain)
+
+    @property
+    def slot_nbytes(self) -> list[int]:
+        """Bytes of each slot."""
+        return [pages * self.page_bytes for pages in self.slot_pages]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pages that were allocated."""
+        return self._pool.nbytes
+
+    def check_fits(self, free_bytes: int, remedies: Sequence[str]) -> None:
+        """Raises PrefetchRingMemoryError unless the whole ring fits `free_bytes`; before the first page."""
+        if sum(self.slot_nbytes) > free_bytes:
+            raise PrefetchRingMemoryError(self.slot_nbytes, free_bytes, list(remedies))
+
+    def allocate(self) -> None:
+        """Makes every page and maps it into each layer of its slot.
+
+        Page by page, so that a page's descriptor is open only until its last layer has mapped it. On failure
+        `close` releases every page once.
+        """
+        for slot, num_pages in enumerate(self.slot_pages):
+            layers = self._places[slot :: self.num_slots]
+            for index in range(num_pages):
+                (page,) = self._pool.allocate(1, f"ring-{slot}")
+                for places in layers:
+                    if index < len(places):
+                        table, offset = places[index]
+                        self.domain.map(table.area, offset, page, writable=True)
+                page.close_fd()
+
+    def close(self) -> None:
+        """Releases every page; the composite ranges that map them are the transport's to free. Idempotent."""
+        self._pool.close()
