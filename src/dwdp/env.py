@@ -456,3 +456,8 @@ def _foreign_integer(name: str, environ: Mapping[str, str], low: int, high: int 
         limit = f"from {low} to {high}" if high is not None else f">= {low}"
         shown = f"{name}={environ[name]!r}"
         raise ConfigError(f"{shown} cannot be read: it accepts a whole number {limit}") from None
+
+
+def set_default(name: str, text: str) -> None:
+    """Sets a variable of this process and its children that the user has not set."""
+    os.environ.setdefault(name, text)

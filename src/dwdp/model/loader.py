@@ -60,12 +60,14 @@ def load_model(
     device: str | torch.device = "cpu",
     progress: Progress | None = None,
     read_log: ReadLog | None = None,
+    built: Callable[[KimiK3Model], None] | None = None,
 ) -> KimiK3Model:
     """The text model of checkpoint folder `path`, with the rows of routed experts [start, end) (None: all).
 
     dtype: "auto" (the checkpoint's on a GPU, float32 on a CPU), a name or a torch dtype. Packed experts stay
     packed; FP8 weights outside of them become `dtype`. Only this rank's experts are read, all names and
     shapes are checked. `read_log(file, offset, nbytes)` is called for every read, headers included.
+    `built(model)` is called with the model on the meta device, before any weight is read, and may refuse it.
 
     CheckpointError is one line with every missing, extra or misshapen tensor, and with every tensor that
     quantization_config contradicts. ConfigError for an unknown dtype, ValueError for a bad expert range.
@@ -81,6 +83,8 @@ def load_model(
             expert_range=expert_range,
             device="meta",
         )
+        if built is not None:
+            built(model)
         places = _match(checkpoint, model, formats)
         model.requires_grad_(False)
         model.to_empty(device=device)

@@ -1,0 +1,58 @@
+"""One of N processes that nobody of ours started: the process is itself a rank, and the group meets in a
+store."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import msgspec
+
+from dwdp.env import RankPlace
+from dwdp.errors import RankDiedError
+from dwdp.executor.create import build_rank, independent_group
+from dwdp.executor.prompts import prepare, request_output
+from dwdp.executor.request import RequestOutput, SamplingParams
+from dwdp.executor.settings import Launch
+
+logger = logging.getLogger(__name__)
+
+
+def run_rank(
+    launch: Launch,
+    place: RankPlace,
+    prompts: Sequence[str],
+    params: SamplingParams,
+    *,
+    logits_sha256: bool = False,
+) -> tuple[list[tuple[int, RequestOutput]], list[dict]]:
+    """Completes this rank's share of the prompts, i mod N, and leaves the group with the others.
+
+    -> ((index among all prompts, answer) of its own, [its report]). Raises RankDiedError when a rank of the
+    group was lost on the way: this one could go on, but the run as a whole has failed.
+    """
+    import torch
+
+    texts, items = prepare(launch, prompts, params)
+    settings = msgspec.structs.replace(launch.settings, store_host=place.master_addr, store_port=place.master_port)
+    torch.set_num_threads(max(1, settings.cores // settings.ranks))
+    group = None
+    if settings.dwdp is not None:
+        group = independent_group(settings, place.rank, store_exists=place.store_exists)
+
+    def stop_when_a_rank_died() -> None:
+        dead = sorted(group.dead) if group is not None else []
+        if dead:
+            raise RankDiedError(dead[0], f"rank {dead[0]} died")
+
+    with build_rank(settings, group, rank=place.rank) as executor:
+        executor.loop.before_forward = stop_when_a_rank_died
+        mine = items[place.rank :: settings.ranks]
+        results = executor.generate(mine, logits_sha256=logits_sha256)
+        report = executor.report()
+    stop_when_a_rank_died()
+    outputs = [
+        (item.index, request_output(launch.tokenizer, texts[item.index], item, result, place.rank))
+        for item, result in zip(mine, results)
+    ]
+    return outputs, [report]

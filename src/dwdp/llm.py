@@ -1,0 +1,179 @@
+"""The offline API: `LLM` starts one process a rank and completes prompts with them."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from dwdp.config.schema import DenseConfig, DwdpConfig
+from dwdp.errors import RequestError
+from dwdp.executor import messages
+from dwdp.executor.frontend import Frontend
+from dwdp.executor.prompts import Prompt, plain_ids, prepare, request_output
+from dwdp.executor.request import RequestOutput, SamplingParams, check_token_ids
+from dwdp.executor.settings import Launch, resolve
+
+if TYPE_CHECKING:
+    import torch
+
+    from dwdp.model.tokenizer import Tokenizer
+
+
+class LLM:
+    """N rank processes that serve one model. A context manager with an idempotent `close()`.
+
+    model: a checkpoint's folder, or `nano-k3`, the model that is shipped. ranks: with more than one, the
+    routed experts are spread over them (expert DWDP) unless `replicated`. dwdp, dense_dwdp: config sections
+    as a dict or `DwdpConfig`, `DenseConfig`; `dwdp_size` defaults to `ranks`; DWDP_* variables override them.
+    device: auto, cpu or cuda. dtype: auto, float32 (fp32) or bfloat16 (bf16). server_fields: further fields
+    of `ServeConfig`, for example `max_seq_len`. quiet: no progress bars. Calls from several threads take
+    turns.
+
+    Raises ValueError, one line, for a launch that is refused, before any rank exists where that can be known.
+    When a rank dies, the call raises RankDiedError naming `rank K`; everything has been ended by then.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike,
+        *,
+        ranks: int = 1,
+        dwdp: Mapping[str, Any] | DwdpConfig | None = None,
+        dense_dwdp: Mapping[str, Any] | DenseConfig | None = None,
+        replicated: bool = False,
+        device: str = "auto",
+        dtype: str = "auto",
+        quiet: bool = False,
+        **server_fields: Any,
+    ) -> None:
+        launch = resolve(
+            model,
+            ranks=ranks,
+            dwdp=dwdp,
+            dense_dwdp=dense_dwdp,
+            replicated=replicated,
+            device=device,
+            dtype=dtype,
+            **server_fields,
+        )
+        self._start(launch, quiet)
+
+    @classmethod
+    def from_launch(cls, launch: Launch, *, quiet: bool = False) -> LLM:
+        """An LLM for a launch that was checked already."""
+        self = cls.__new__(cls)
+        self._start(launch, quiet)
+        return self
+
+    def _start(self, launch: Launch, quiet: bool) -> None:
+        self._launch, self._quiet = launch, quiet
+        self._lock = threading.RLock()
+        self._epoch = 0
+        self._bars = None
+        self._frontend = Frontend(launch.settings, on_progress=self._on_progress)
+        try:
+            self.setup()
+        except BaseException:
+            self._frontend.close(at_once=True)
+            raise
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """encode(text) -> ids, decode(ids) -> text; None when the model has no tokenizer.json."""
+        return self._launch.tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        logits_sha256: bool = False,
+    ) -> list[RequestOutput]:
+        """Completes prompts, texts or lists of token ids; prompt i runs on rank i mod N.
+
+        logits_sha256: also hash each prompt's logits, SHA-256 over the [P + K - 1, vocab] little-endian
+        float32 values of all computed positions in order. Raises RequestError for a prompt that is refused;
+        nothing has been computed then.
+        """
+        texts, items = prepare(self._launch, prompts, sampling_params)
+        ranks = self._launch.ranks
+        with self._lock:
+            call = self._frontend.next_call()
+            answers = self._frontend.call(
+                {
+                    rank: messages.Generate(call, items[rank::ranks], logits_sha256)
+                    for rank in range(min(ranks, len(items)))
+                }
+            )
+        results = {result.index: result for answer, _ in answers.values() for result in answer.results}
+        return [
+            request_output(self.tokenizer, text, item, results[item.index], item.index % ranks)
+            for text, item in zip(texts, items)
+        ]
+
+    def logits(
+        self, token_ids: Sequence[int], *, rank: int = 0, chunk_size: int | None = None, decode: int = 0
+    ) -> torch.Tensor:
+        """Float32 [tokens, vocab] of every position of `token_ids`, computed by `rank`.
+
+        chunk_size: tokens of a prefill chunk, the state carried on (default: the whole prompt at once). The
+        last `decode` tokens go one by one through the decode path. Raises RequestError naming the argument.
+        """
+        import torch
+
+        config, limit = self._launch.model_config, self._launch.settings.max_seq_len
+        ids = plain_ids(token_ids)
+        check_token_ids(ids, vocab_size=config.vocab_size, what="token_ids")
+        if len(ids) > limit:
+            raise RequestError(f"token_ids of {len(ids)} tokens are over max_seq_len {limit}")
+        if not 0 <= rank < self._launch.ranks:
+            raise RequestError(f"rank {rank} is not one of the {self._launch.ranks} ranks")
+        if chunk_size is not None and chunk_size < 1:
+            raise RequestError(f"chunk_size must be at least 1, got {chunk_size}")
+        if not 0 <= decode <= len(ids):
+            raise RequestError(f"decode must be from 0 to the {len(ids)} tokens given, got {decode}")
+        with self._lock:
+            call = self._frontend.next_call()
+            answer, frames = self._frontend.call({rank: messages.Logits(call, ids, chunk_size, decode)})[rank]
+        return torch.frombuffer(bytearray(frames[0]), dtype=torch.float32).view(answer.shape)
+
+    def report(self) -> list[dict[str, Any]]:
+        """By rank: {rank, pid, ledger, counters}; the ledger is in bytes and static after setup."""
+        with self._lock:
+            answers = self._to_all(messages.Report)
+        return [answers[rank][0].report for rank in range(self._launch.ranks)]
+
+    def release(self) -> None:
+        """Gives DWDP back and drops the models; the rank processes stay. Until `setup` requests are
+        refused."""
+        with self._lock:
+            self._to_all(messages.Release)
+
+    def setup(self) -> None:
+        """Builds, loads and sets up in the rank processes, again after a `release`."""
+        from dwdp.executor.progress import ProgressBars
+
+        with self._lock, ProgressBars(quiet=self._quiet) as self._bars:
+            self._to_all(messages.Setup, self._frontend.settings, self._epoch)
+            self._epoch += 1
+
+    def close(self) -> None:
+        """Ends every rank process; afterwards nothing of this LLM is left."""
+        self._frontend.close()
+
+    def _to_all(self, command: type, *fields: Any) -> dict[int, tuple[Any, list[bytes]]]:
+        call = self._frontend.next_call()
+        return self._frontend.call({rank: command(call, *fields) for rank in range(self._launch.ranks)})
+
+    def _on_progress(self, rank: int, stage: str, done: int, total: int) -> None:
+        if self._bars is not None:
+            self._bars.update(rank, stage, done, total)
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        # on the way out of an error or an interrupt nobody waits for work that goes on
+        self._frontend.close(at_once=kind is not None)

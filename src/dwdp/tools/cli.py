@@ -1,0 +1,240 @@
+"""The `dwdp` command: every refusal is one line on stderr and exit code 2. No torch at module level."""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dwdp.errors import MemoryBudgetError, PrefetchRingMemoryError, RequestError
+
+# typer's own copy of click is private; its usage errors are the parent of the public BadParameter
+UsageError = typer.BadParameter.__base__
+
+EXIT_FAILED = 1
+EXIT_REFUSED = 2
+
+app = typer.Typer(
+    name="dwdp",
+    help="Distributed Weight Data Parallelism: ranks that share one model's weights.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+class Stopped(BaseException):
+    """SIGTERM or SIGINT arrived; not an Exception, so that nothing on the way out takes it for a fault."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__("terminated" if signum == signal.SIGTERM else "interrupted")
+        self.exit_code = 128 + signum
+
+
+@app.command()
+def generate(
+    model: Annotated[str, typer.Option(help="Folder of a checkpoint, or nano-k3, the model that is shipped.")],
+    prompt: Annotated[list[str] | None, typer.Option(help="A prompt; may be given several times.")] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option(help="UTF-8 file of prompts, one a line; empty lines are skipped.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a completion.")] = 16,
+    ranks: Annotated[int | None, typer.Option(min=1, help="Rank processes; prompt i runs on rank i mod N.")] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="YAML or JSON file, as a server's; default: the model folder's dwdp.yaml, if any."),
+    ] = None,
+    replicated: Annotated[
+        bool, typer.Option("--replicated", help="Every rank holds all weights; DWDP is off.")
+    ] = False,
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="auto, float32 (fp32) or bfloat16 (bf16).")] = None,
+    temperature: Annotated[float, typer.Option(help="0 takes the best token.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Sample from the k most likely tokens; 0 for all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Sample from tokens that hold this probability.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Makes a sampled completion repeatable.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="A text that ends a completion.")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end token.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No logs and no progress bars.")] = False,
+) -> None:
+    """Complete prompts with N ranks, or as one of N independent processes (DWDP_RANK and its pair)."""
+    _configure_logging(quiet)
+    from dwdp.executor.request import SamplingParams
+
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        stop=tuple(stop or ()),
+        ignore_eos=ignore_eos,
+    )
+    prompts = _prompts(prompt, prompt_file)
+    given = {"ranks": ranks, "device": device, "dtype": dtype, "replicated": replicated or None}
+
+    from dwdp.executor.settings import launch_fields
+
+    fields = launch_fields(model, config, {name: value for name, value in given.items() if value is not None})
+    document = _run(fields, prompts, params, hashed=as_json, quiet=quiet)
+    if as_json:
+        print(json.dumps(document))
+        return
+    for output in document["outputs"]:
+        print(output["text"] if len(document["outputs"]) == 1 else f"[{output['index']}] {output['text']}")
+
+
+def _run(fields: dict, prompts: list[str], params, *, hashed: bool, quiet: bool) -> dict:
+    """The document of CONTRACT's `--json`, from ranks that are started here or from this process's own
+    rank."""
+    from dwdp import env
+    from dwdp.executor.prompts import prepare
+    from dwdp.executor.settings import resolve
+
+    _keep_torch_off_stderr()
+    place = env.discover_rank(fields.get("ranks", 1))
+    launch = resolve(**fields)
+    prepare(launch, prompts, params)  # what is refused here needs no rank
+    if place is not None:
+        from dwdp.executor.independent import run_rank
+
+        return document(launch, *run_rank(launch, place, prompts, params, logits_sha256=hashed))
+    from dwdp.llm import LLM
+
+    with LLM.from_launch(launch, quiet=quiet) as llm:
+        outputs = llm.generate(prompts, params, logits_sha256=hashed)
+        return document(launch, list(enumerate(outputs)), llm.report())
+
+
+def document(launch, outputs: list[tuple[int, object]], reports: list[dict]) -> dict:
+    """outputs: (index among all prompts, RequestOutput) of the prompts that ran here."""
+    partition = launch.partition
+    return {
+        "outputs": [
+            {
+                "index": index,
+                "text": output.outputs[0].text,
+                "token_ids": output.outputs[0].token_ids,
+                "logits_sha256": output.outputs[0].logits_sha256,
+            }
+            for index, output in outputs
+        ],
+        "ranks": reports,
+        "partition": partition and {"kind": partition.kind, "ranges": [list(bounds) for bounds in partition.ranges]},
+    }
+
+
+@app.command()
+def demo(
+    ranks: Annotated[int, typer.Option(min=2, help="Rank processes of the run with DWDP.")] = 2,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No logs and no progress bars.")] = False,
+) -> None:
+    """Complete three prompts with nano-k3, with DWDP and with replicated weights, and compare the logits."""
+    _configure_logging(quiet)
+    from dwdp.tools.demo import run_demo
+
+    if not run_demo(ranks=ranks, quiet=quiet):
+        raise typer.Exit(EXIT_FAILED)
+
+
+def _prompts(given: list[str] | None, file: Path | None) -> list[str]:
+    prompts = list(given or ())
+    if file is not None:
+        try:
+            text = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise RequestError(f"--prompt-file {file} cannot be read: {error}") from None
+        prompts += [line for line in text.splitlines() if line]
+        if not prompts:
+            raise RequestError(f"--prompt-file {file} holds no prompt")
+    if not prompts:
+        raise RequestError("no prompt: give --prompt TEXT or --prompt-file FILE")
+    for index, prompt in enumerate(prompts):
+        if not prompt:
+            raise RequestError(f"prompt {index} is empty: at least one token is needed (--prompt '')")
+    return prompts
+
+
+def _keep_torch_off_stderr() -> None:
+    """Warnings of torch and Python would stand beside our one line; to be called before torch is loaded."""
+    from dwdp import env
+
+    env.set_default("TORCH_CPP_LOG_LEVEL", "FATAL")
+    logging.captureWarnings(True)
+    logging.getLogger("py.warnings").addHandler(logging.NullHandler())
+
+
+def _configure_logging(quiet: bool) -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
+    root = logging.getLogger("dwdp")
+    # Replaced, not added to: main may run more than once in a process, with another stderr each time.
+    root.handlers[:] = [handler]
+    root.propagate = False
+    root.setLevel(logging.CRITICAL + 1 if quiet else logging.INFO)
+
+
+def run(arguments: list[str]) -> int:
+    """Runs one command line and returns its exit code; what goes wrong is one line on stderr."""
+    try:
+        result = app(arguments, standalone_mode=False)
+        return result if isinstance(result, int) else 0
+    except typer.Exit as stop:
+        return stop.exit_code
+    except Stopped as stop:
+        return _say(stop, stop.exit_code)
+    except UsageError as error:
+        if type(error).__name__ == "NoArgsIsHelpError":  # its message is the whole help text
+            return _say("a command is needed; dwdp --help lists them", EXIT_REFUSED)
+        return _say(error.format_message() + _given_value(error, arguments), EXIT_REFUSED)
+    except (ValueError, PrefetchRingMemoryError, MemoryBudgetError) as error:
+        return _say(str(error) or type(error).__name__, EXIT_REFUSED)
+    except BrokenPipeError:
+        return EXIT_FAILED
+    except Exception as error:
+        logging.getLogger(__name__).debug("the command failed", exc_info=True)
+        return _say(str(error) or type(error).__name__, EXIT_FAILED)
+
+
+def _given_value(error: UsageError, arguments: list[str]) -> str:
+    """The value of the option that a usage error is about, which its own message leaves out."""
+    options = getattr(getattr(error, "param", None), "opts", ())
+    for at, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        if name in options and (equals or at + 1 < len(arguments)):
+            return f" (got {value if equals else arguments[at + 1]!r})"
+    return ""
+
+
+def _say(text: object, code: int) -> int:
+    from dwdp.executor.messages import one_line
+
+    print(f"dwdp: {one_line(text)}", file=sys.stderr, flush=True)
+    return code
+
+
+def _stop(signum: int, frame: object) -> None:
+    # a second signal must not interrupt the clean-up that the first one started
+    _on_signals(signal.SIG_IGN)
+    raise Stopped(signum)
+
+
+def _on_signals(handler) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, handler)
+
+
+def main() -> None:
+    """Entry point of the `dwdp` command."""
+    _on_signals(_stop)
+    sys.exit(run(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""A launch is refused before any rank exists, in one line with the names and numbers; what may start is
+complete."""
+
+import pytest
+
+from dwdp.config.gate import GateError
+from dwdp.errors import CheckpointError, ConfigError
+from dwdp.executor.settings import launch_fields, resolve
+from tests.executor.checkpoints import write_tiny
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return write_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+def start(model, **fields):
+    return resolve(model, device="cpu", environ={}, **fields)
+
+
+def test_several_ranks_turn_expert_dwdp_on_and_replicated_turns_all_of_it_off(tiny):
+    spread = start(tiny, ranks=2)
+    assert spread.settings.dwdp["dwdp_size"] == 2 and spread.partition.ranges == ((0, 4), (4, 8))
+    whole = start(tiny, ranks=2, replicated=True, dwdp={"num_prefetch_slots": 3}, dense_dwdp={"enabled": True})
+    assert (whole.settings.dwdp, whole.settings.dense_dwdp, whole.partition) == (None, None, None)
+    assert start(tiny).settings.dwdp is None
+    assert start(tiny, dwdp={}).partition.ranges == ((0, 8),)
+
+
+def test_dense_dwdp_is_on_by_its_section_or_by_its_variable_and_the_log_says_which_won(tiny, caplog):
+    assert start(tiny, ranks=2).settings.dense_dwdp is None
+    assert start(tiny, ranks=2, dense_dwdp={"enabled": True}).mode == "attached"
+    with caplog.at_level("INFO", "dwdp"):
+        launch = resolve(tiny, device="cpu", ranks=2, environ={"DWDP_DENSE": "yes"})
+    assert launch.settings.dense_dwdp["enabled"] is True
+    assert any("DWDP_DENSE" in line and "overrides" in line for line in caplog.messages)
+
+
+def test_max_seq_len_is_the_models_and_at_most_4096_on_the_host_unless_set(tmp_path):
+    long = write_tiny(tmp_path / "long", max_position_embeddings=9000)
+    assert start(long).settings.max_seq_len == 4096
+    assert start(long, max_seq_len=9000).settings.max_seq_len == 9000
+    with pytest.raises(ConfigError, match="max_seq_len 9001.*9000"):
+        start(long, max_seq_len=9001)
+    short = write_tiny(tmp_path / "short", max_position_embeddings=100)
+    assert start(short).settings.max_seq_len == 100
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "words"),
+    [
+        ({"ranks": 0}, ConfigError, ["ranks", "0"]),
+        ({"ranks": 9}, ValueError, ["8", "9"]),
+        ({"ranks": 2, "dwdp": {"dwdp_size": 3}}, ConfigError, ["dwdp_size", "3", "2"]),
+        (
+            {"ranks": 2, "dwdp": {"num_experts_per_worker": 4}},
+            ConfigError,
+            ["num_prefetch_experts", "0", "4"],
+        ),
+        ({"ranks": 2, "dwdp": {"num_groups": 2}}, ValueError, ["num_groups", "2", "4 ranks"]),
+        ({"ranks": 2, "dwdp": {"slots": 4}}, ConfigError, ["dwdp", "slots"]),
+        ({"ranks": 2, "dense_dwdp": {"enabled": "yes"}}, ConfigError, ["dense_dwdp", "enabled", "yes"]),
+        ({"frobnicate": 1}, ConfigError, ["frobnicate"]),
+        ({"kv_tokens": 5}, ConfigError, ["kv_tokens"]),
+        ({"dtype": "int8"}, ConfigError, ["dtype", "int8"]),
+        ({"dense_dwdp": {"enabled": True}}, GateError, ["attention_dp"]),
+        ({"dwdp": {}, "dense_dwdp": {"enabled": True}}, GateError, ["dwdp_size", "1"]),
+        ({"ranks": 2, "overlap_scheduler": True}, ConfigError, ["overlap_scheduler"]),
+        ({"overlap_scheduler": True}, ConfigError, ["overlap_scheduler", "not supported"]),
+        ({"ranks": 2, "tp_size": 2, "attention_dp": True}, ConfigError, ["tp_size", "not supported"]),
+        (
+            {"ranks": 2, "role": "generation", "dense_dwdp": {"enabled": True}},
+            GateError,
+            ["role", "generation"],
+        ),
+    ],
+)
+def test_a_launch_that_cannot_be_served_is_refused_with_names_and_values(tiny, fields, error, words):
+    with pytest.raises(error) as caught:
+        start(tiny, **fields)
+    text = str(caught.value)
+    assert all(word in text for word in words) and "\n" not in text
+
+
+def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path, tiny):
+    with pytest.raises(CheckpointError, match="no such model.*nowhere"):
+        start(tmp_path / "nowhere")
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "config.json").write_bytes((tiny / "config.json").read_bytes())
+    with pytest.raises(CheckpointError, match="no safetensors file"):
+        start(bare)
+    (bare / "model.safetensors").write_bytes((tiny / "model.safetensors").read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match="model.safetensors"):
+        start(bare)
+
+
+def test_a_models_own_config_applies_to_several_ranks_only_and_a_given_file_replaces_it(tmp_path):
+    folder = write_tiny(tmp_path / "model")
+    (folder / "dwdp.yaml").write_text("dense_dwdp:\n  enabled: true\n")
+    other = tmp_path / "other.yaml"
+    other.write_text("ranks: 2\ndwdp:\n  num_prefetch_slots: 3\n")
+
+    def launch(file, **given):
+        return start(**launch_fields(str(folder), file, given))
+
+    assert launch(None, ranks=2).mode == "attached"
+    assert launch(None, ranks=1).mode == "off"
+    assert launch(None, ranks=2, replicated=True).mode == "off"
+    given = launch(other)
+    assert (given.mode, given.settings.ranks, given.settings.dwdp["num_prefetch_slots"]) == ("off", 2, 3)
+    with pytest.raises(ConfigError, match="dwdp_size"):
+        other.write_text("dwdp:\n  dwdp_size: 3\n")
+        launch(other, ranks=2)
