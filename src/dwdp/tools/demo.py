@@ -8,7 +8,7 @@ from dwdp.executor.request import RequestOutput, SamplingParams
 from dwdp.executor.settings import NANO_MODEL, launch_fields, resolve
 from dwdp.llm import LLM
 
-PROMPTS = ("12+30=", "317+58=", "91-45=")
+PROMPTS = ("123+456=", "900-77=", "45-368=")
 MAX_TOKENS = 8
 MIB = 1024 * 1024
 _ROWS = (
@@ -39,7 +39,7 @@ def run_demo(*, ranks: int = 2, quiet: bool = False, model: str = NANO_MODEL) ->
 def _run(model: str, ranks: int, *, replicated: bool, quiet: bool) -> tuple[list[RequestOutput], list[dict]]:
     fields = launch_fields(model, None, {"ranks": ranks, "replicated": replicated, "device": "cpu"})
     with LLM.from_launch(resolve(**fields), quiet=quiet) as llm:
-        params = SamplingParams(max_tokens=MAX_TOKENS)
+        params = SamplingParams(max_tokens=MAX_TOKENS, stop=("\n",))
         return llm.generate(list(PROMPTS), params, logits_sha256=True), llm.report()
 
 
