@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import signal
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Annotated
 import typer
 
 from dwdp.errors import MemoryBudgetError, PrefetchRingMemoryError, RequestError
+from dwdp.group.parent import leave_nothing
 
 # typer's own copy of click is private; its usage errors are the parent of the public BadParameter
 UsageError = typer.BadParameter.__base__
@@ -26,14 +28,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-
-
-class Stopped(BaseException):
-    """SIGTERM or SIGINT arrived; not an Exception, so that nothing on the way out takes it for a fault."""
-
-    def __init__(self, signum: int) -> None:
-        super().__init__("terminated" if signum == signal.SIGTERM else "interrupted")
-        self.exit_code = 128 + signum
 
 
 @app.command()
@@ -84,23 +78,30 @@ def generate(
     fields = launch_fields(model, config, {name: value for name, value in given.items() if value is not None})
     document = _run(fields, prompts, params, hashed=as_json, quiet=quiet)
     if as_json:
-        print(json.dumps(document))
+        # in one write: the processes of a launcher share their stdout
+        sys.stdout.write(json.dumps(document) + "\n")
         return
     for output in document["outputs"]:
-        print(output["text"] if len(document["outputs"]) == 1 else f"[{output['index']}] {output['text']}")
+        print(output["text"] if len(prompts) == 1 else f"[{output['index']}] {output['text']}")
 
 
 def _run(fields: dict, prompts: list[str], params, *, hashed: bool, quiet: bool) -> dict:
-    """The document of CONTRACT's `--json`, from ranks that are started here or from this process's own
-    rank."""
+    """The document of `--json`, from ranks that are started here or from this process's own rank."""
     from dwdp import env
     from dwdp.executor.prompts import prepare
     from dwdp.executor.settings import resolve
 
     _keep_torch_off_stderr()
     place = env.discover_rank(fields.get("ranks", 1))
-    launch = resolve(**fields)
-    prepare(launch, prompts, params)  # what is refused here needs no rank
+    try:
+        launch = resolve(**fields)
+        prepare(launch, prompts, params)  # what is refused here needs no rank
+    except Exception as error:
+        if place is not None and not fields.get("replicated"):
+            from dwdp.executor.independent import tell_refusal
+
+            tell_refusal(place, f"{type(error).__name__}: {error}")
+        raise
     if place is not None:
         from dwdp.executor.independent import run_rank
 
@@ -140,6 +141,77 @@ def demo(
     from dwdp.tools.demo import run_demo
 
     if not run_demo(ranks=ranks, quiet=quiet):
+        raise typer.Exit(EXIT_FAILED)
+
+
+@app.command()
+def plan(
+    model: Annotated[str, typer.Option(help="kimi-k3, nano-k3 or a folder with a config.json.")],
+    ranks: Annotated[int, typer.Option(min=1, help="Ranks that share the experts, one GPU each.")],
+    format_name: Annotated[
+        str | None,
+        typer.Option("--format", help="Of the routed experts: nvfp4, mxfp4 or bf16; default: as config.json says."),
+    ] = None,
+    size: Annotated[int, typer.Option(min=0, help="Experts that a rank stores; 0 with --stride 0: balanced.")] = 0,
+    stride: Annotated[int, typer.Option(min=0, help="Experts from one rank's first to the next one's.")] = 0,
+    slots: Annotated[int, typer.Option(min=2, help="Ring slots for the remote experts of a layer.")] = 2,
+    dense: Annotated[bool, typer.Option("--dense", help="Plan dense DWDP too; not supported yet.")] = False,
+    gpu: Annotated[str | None, typer.Option(help="h200, b200, gb200 or gb300.")] = None,
+    gpu_memory: Annotated[float | None, typer.Option(help="Another GPU: memory that CUDA may allocate, GiB.")] = None,
+    link_gbps: Annotated[
+        float | None, typer.Option(help="Another GPU: rate from its peers, 1e9 bytes a second, one direction.")
+    ] = None,
+    tflops: Annotated[float | None, typer.Option(help="Another GPU: dense bf16 TFLOP/s of its datasheet.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+) -> None:
+    """What N ranks hold and move of a model; with a GPU also whether it fits and from which step on it pays."""
+    from dwdp.tools.hardware import choose_gpu
+    from dwdp.tools.plan import Split, run_plan
+
+    if dense:
+        raise ValueError("--dense is not supported yet: plans cover expert DWDP only")
+    chosen = choose_gpu(gpu, gpu_memory, link_gbps, tflops)
+    run_plan(model, format_name, Split(ranks, size, stride), slots, chosen, as_json=as_json)
+
+
+@app.command()
+def simulate(
+    layers: Annotated[int | None, typer.Option(min=1, max=4096, help="Layers that DWDP manages.")] = None,
+    slots: Annotated[int, typer.Option(min=2, max=4096, help="Expert prefetch slots.")] = 2,
+    mode: Annotated[str, typer.Option(help="attached, standalone or experts.")] = "attached",
+    segments: Annotated[str, typer.Option(help="Dense weights that move: attn,moe or attn.")] = "attn,moe",
+    aux: Annotated[int, typer.Option(min=0, max=64, help="Auxiliary streams that read MoE-dense weights.")] = 1,
+    forwards: Annotated[int | None, typer.Option(min=1, max=4096, help="Forwards; 3 without a script.")] = None,
+    script: Annotated[
+        Path | None, typer.Option(help="File of events, one a line, such as abort after-bind 3; see docs/simulate.md.")
+    ] = None,
+    mutate: Annotated[str | None, typer.Option(help="A fault to put in; it should be found.")] = None,
+    list_mutations: Annotated[bool, typer.Option("--list-mutations", help="List the faults.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+) -> None:
+    """Enqueue forwards without running them, and check the trace for races and for the order of the copies."""
+    _configure_logging(quiet=True)
+    _keep_torch_off_stderr()
+    from dwdp.tools.simulate import command
+
+    if not command(
+        layers=layers, slots=slots, mode=mode, segments=segments, aux=aux, forwards=forwards, script=script,
+        mutate=mutate, list_mutations=list_mutations, as_json=as_json,
+    ):  # fmt: skip
+        raise typer.Exit(EXIT_FAILED)
+
+
+@app.command()
+def doctor(
+    ranks: Annotated[int, typer.Option(min=1, max=64, help="Rank processes to probe on this host.")],
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+) -> None:
+    """Probe whether N ranks of this machine can share memory, and how fast; names what is wrong and its cure."""
+    _configure_logging(quiet=True)
+    _keep_torch_off_stderr()
+    from dwdp.tools.doctor import run_doctor
+
+    if not run_doctor(ranks, as_json=as_json):
         raise typer.Exit(EXIT_FAILED)
 
 
@@ -187,10 +259,8 @@ def run(arguments: list[str]) -> int:
         return result if isinstance(result, int) else 0
     except typer.Exit as stop:
         return stop.exit_code
-    except Stopped as stop:
-        return _say(stop, stop.exit_code)
     except UsageError as error:
-        if type(error).__name__ == "NoArgsIsHelpError":  # its message is the whole help text
+        if type(error).__name__ == "NoArgsIsHelpError" or not arguments:  # its message is the whole help text
             return _say("a command is needed; dwdp --help lists them", EXIT_REFUSED)
         return _say(error.format_message() + _given_value(error, arguments), EXIT_REFUSED)
     except (ValueError, PrefetchRingMemoryError, MemoryBudgetError) as error:
@@ -219,20 +289,38 @@ def _say(text: object, code: int) -> int:
     return code
 
 
-def _stop(signum: int, frame: object) -> None:
-    # a second signal must not interrupt the clean-up that the first one started
-    _on_signals(signal.SIG_IGN)
-    raise Stopped(signum)
+# [Note: a signal ends the command at once]
+# Not by an exception: raised between any two instructions it can be swallowed, by an import, a callback or a
+# finaliser, or leave half a clean-up behind, and a second signal would interrupt what the first one began. Peers of
+# an independent rank notice its death.
+
+SHOW_CURSOR = b"\r\x1b[K\x1b[?25h"  # which a progress bar hides
 
 
-def _on_signals(handler) -> None:
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, handler)
+def _end_at_once(signum: int, frame: object) -> None:
+    leave_nothing()
+    word = b"terminated" if signum == signal.SIGTERM else b"interrupted"
+    try:
+        os.write(2, (SHOW_CURSOR if os.isatty(2) else b"") + b"dwdp: " + word + b"\n")
+    finally:
+        os._exit(128 + signum)
+
+
+def _open_missing_streams() -> None:
+    """Standard streams that the command was started without (`2>&-`) become the null device.
+
+    Else the next file or socket would take their numbers, and Python prints to stdout what has no stderr.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))
 
 
 def main() -> None:
     """Entry point of the `dwdp` command."""
-    _on_signals(_stop)
+    _open_missing_streams()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _end_at_once)  # [Note: a signal ends the command at once]
     sys.exit(run(sys.argv[1:]))
 
 

@@ -1,0 +1,283 @@
+"""`dwdp plan`: where experts lie, what a rank holds and moves, whether it fits a GPU and from which step on it pays.
+
+Arithmetic on the model's config.json alone: no torch, no GPU, no weights. Geometry is that of CUDA memory.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from dwdp.errors import CheckpointError, ConfigError, MemoryBudgetError
+from dwdp.memory.pages import fit_page_bytes
+from dwdp.model import shapes
+from dwdp.model.config import ModelConfig
+from dwdp.partition.experts import ExpertPartition
+from dwdp.tools.hardware import Gpu
+from dwdp.weights.plan import composite_geometry, count_mappings
+
+GRANULE_BYTES = 2 << 20
+PAGE_BYTES = 8 * GRANULE_BYTES
+MAPPING_BUDGET = 120_000
+WORKING_RESERVE_BYTES = 8 << 30
+"""Kept free beside weights and cache: CUDA context and libraries (1 to 2 GiB) and the activations of a Kimi-K3 step
+of 16,384 tokens (residual snapshots 2 GB, tokens gathered for their experts and the experts' inner rows 5 GB)."""
+
+KNOWN_MODELS = {"kimi-k3": Path(__file__).resolve().parent.parent / "models" / "kimi-k3.json"}
+_FORMATS = {"nvfp4": "nvfp4", "mxfp4": "mxfp4", "bf16": "plain"}  # as the option spells them -> as the model does
+
+
+@dataclass(frozen=True)
+class Split:
+    """How experts are to be spread; the fields that `ExpertPartition` reads."""
+
+    dwdp_size: int
+    num_experts_per_worker: int = 0
+    num_prefetch_experts: int = 0
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """What a plan needs of a model: E, L, bytes of an expert's row of each table of a layer, and bytes of what every
+    rank holds whole, of a sequence's state and of a token's cache rows; FLOP of a token in a mean MoE layer."""
+
+    num_experts: int
+    num_layers: int
+    row_nbytes: tuple[int, ...]
+    whole_nbytes: int
+    state_nbytes: int
+    kv_token_nbytes: int
+    flops_per_token: float
+
+    @classmethod
+    def of(cls, config: ModelConfig, expert_format: str) -> ModelSizes:
+        """expert_format: plain, mxfp4 or nvfp4; everything else is bf16, FP8 weights are widened when loaded."""
+        layers = config.moe_layer_indices
+        if not layers:
+            raise ConfigError("the model has no routed experts, there is nothing to plan")
+        small = sum(tensor.nbytes for tensor in shapes.small_expert_tensors(config, expert_format).values())
+        dense = sum(tensor.nbytes for tensor in shapes.model_tensors(config).values())
+        return cls(
+            num_experts=config.num_experts,
+            num_layers=len(layers),
+            row_nbytes=tuple(table.nbytes for table in shapes.expert_tables(config, expert_format).values()),
+            whole_nbytes=dense + len(layers) * config.num_experts * small,
+            state_nbytes=shapes.state_bytes_per_sequence(config),
+            kv_token_nbytes=shapes.kv_bytes_per_token(config),
+            flops_per_token=sum(shapes.layer_flops_per_token(config, i) for i in layers) / len(layers),
+        )
+
+    @property
+    def expert_nbytes(self) -> int:
+        """Bytes of one expert of one layer."""
+        return sum(self.row_nbytes)
+
+    @property
+    def layer_nbytes(self) -> int:
+        """Bytes of all experts of one layer."""
+        return self.num_experts * self.expert_nbytes
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """One rank. handle_bytes, mappings and remote_bytes_per_forward are over all layers."""
+
+    rank: int
+    pages_per_slot: int
+    handle_bytes: int
+    ring_bytes: int
+    remote_bytes_per_layer: int
+    remote_bytes_per_forward: int
+    mappings: int
+
+
+@dataclass(frozen=True)
+class GpuPlan:
+    """What a GPU makes of the plan; field names are those of the JSON document.
+
+    copy_seconds_per_layer: of the rank that copies most. compute_seconds_per_layer: of one token, mean over the MoE
+    layers. break_even_tokens: tokens of a step whose compute lasts as long as the copy. kv_tokens: cached tokens of
+    one sequence on the fullest rank; None when no layer has a cache. smallest_ranks_that_fit: with balanced ranges.
+    """
+
+    fits: bool
+    copy_seconds_per_layer: float
+    compute_seconds_per_layer: float
+    break_even_tokens: int
+    kv_tokens: int | None
+    state_bytes_per_sequence: int
+    load_bytes_per_rank: int
+    smallest_ranks_that_fit: int | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    partition: ExpertPartition
+    num_slots: int
+    page_bytes: int
+    ranks: tuple[RankPlan, ...]
+    gpu: GpuPlan | None = None
+
+    def document(self) -> dict[str, Any]:
+        """The document of `--json`."""
+        ranges = [list(bounds) for bounds in self.partition.ranges]
+        return {
+            "partition": {"kind": self.partition.kind, "ranges": ranges},
+            "page_bytes": self.page_bytes,
+            "ranks": [asdict(rank) for rank in self.ranks],
+            **({} if self.gpu is None else asdict(self.gpu)),
+        }
+
+
+def make_plan(sizes: ModelSizes, split: Split, num_slots: int, gpu: Gpu | None = None) -> Plan:
+    """Raises ValueError for numbers that no partition takes, MemoryBudgetError when no page keeps the budget."""
+    partition = ExpertPartition.from_config(split, num_experts=sizes.num_experts)
+    plan = _expert_plan(sizes, partition, num_slots)
+    if gpu is None:
+        return plan
+    left = min(bytes_left(sizes, rank, gpu) for rank in plan.ranks)
+    copy_seconds = max(rank.remote_bytes_per_layer for rank in plan.ranks) / (gpu.link_gb_per_s * 1e9)
+    token_seconds = sizes.flops_per_token / gpu.flops_per_second
+    stored = max(end - start for start, end in partition.ranges)
+    gpu_plan = GpuPlan(
+        fits=_fits(sizes, left),
+        copy_seconds_per_layer=copy_seconds,
+        compute_seconds_per_layer=token_seconds,
+        break_even_tokens=-int(-copy_seconds // token_seconds),
+        kv_tokens=max(0, left // sizes.kv_token_nbytes) if sizes.kv_token_nbytes else None,
+        state_bytes_per_sequence=sizes.state_nbytes,
+        load_bytes_per_rank=stored * sizes.expert_nbytes * sizes.num_layers + sizes.whole_nbytes,
+        smallest_ranks_that_fit=smallest_ranks_that_fit(sizes, num_slots, gpu),
+    )
+    return Plan(partition, num_slots, plan.page_bytes, plan.ranks, gpu_plan)
+
+
+def bytes_left(sizes: ModelSizes, rank: RankPlan, gpu: Gpu) -> int:
+    """Bytes for cached tokens, below 0 when the rank does not fit: the GPU's memory less own experts, ring, weights
+    held whole, working reserve and one sequence's state."""
+    resident = rank.handle_bytes + rank.ring_bytes + sizes.whole_nbytes
+    return gpu.memory_bytes - resident - WORKING_RESERVE_BYTES - sizes.state_nbytes
+
+
+def smallest_ranks_that_fit(sizes: ModelSizes, num_slots: int, gpu: Gpu) -> int | None:
+    """The smallest N whose balanced ranges fit on every rank, None when there is none."""
+    for num_ranks in range(1, sizes.num_experts + 1):
+        partition = ExpertPartition.from_config(Split(num_ranks), num_experts=sizes.num_experts)
+        # Rank 0 alone, with the smallest pages, is quick and decides nearly always.
+        if not _fits(sizes, bytes_left(sizes, _rank_plan(sizes, partition, 0, num_slots, PAGE_BYTES), gpu)):
+            continue
+        try:
+            plan = _expert_plan(sizes, partition, num_slots)
+        except MemoryBudgetError:
+            return None  # more ranks hold even more mappings
+        if all(_fits(sizes, bytes_left(sizes, rank, gpu)) for rank in plan.ranks):
+            return num_ranks
+    return None
+
+
+def _fits(sizes: ModelSizes, left: int) -> bool:
+    """At least one token has room."""
+    return left >= sizes.kv_token_nbytes
+
+
+def _expert_plan(sizes: ModelSizes, partition: ExpertPartition, num_slots: int) -> Plan:
+    ranks = range(len(partition.ranges))
+    page_bytes = PAGE_BYTES
+    if len(ranks) > 1:
+        # One page size for all ranks: that of the rank with most mappings.
+        page_bytes = fit_page_bytes(
+            PAGE_BYTES,
+            lambda page: max(_mappings(sizes, partition, rank, page) for rank in ranks),
+            MAPPING_BUDGET,
+        )
+    plans = tuple(_rank_plan(sizes, partition, rank, num_slots, page_bytes) for rank in ranks)
+    return Plan(partition, num_slots, page_bytes, plans)
+
+
+def _rank_plan(
+    sizes: ModelSizes, partition: ExpertPartition, rank: int, num_slots: int, page_bytes: int
+) -> RankPlan:
+    start, end = partition.ranges[rank]
+    tables = [
+        composite_geometry(b, start, end, sizes.num_experts, GRANULE_BYTES, page_bytes) for b in sizes.row_nbytes
+    ]
+    pages = sum((table.before + table.after) // page_bytes for table in tables)
+    remote = (sizes.num_experts - (end - start)) * sizes.expert_nbytes
+    return RankPlan(
+        rank=rank,
+        pages_per_slot=pages,
+        handle_bytes=sizes.num_layers * sum(table.handle.nbytes for table in tables),
+        ring_bytes=min(num_slots, sizes.num_layers) * pages * page_bytes,
+        remote_bytes_per_layer=remote,
+        remote_bytes_per_forward=sizes.num_layers * remote,
+        mappings=_mappings(sizes, partition, rank, page_bytes),
+    )
+
+
+def _mappings(sizes: ModelSizes, partition: ExpertPartition, rank: int, page_bytes: int) -> int:
+    if len(partition.ranges) == 1:
+        return 0  # one rank keeps its tables where they are
+    return sizes.num_layers * count_mappings(sizes.row_nbytes, partition, rank, GRANULE_BYTES, page_bytes)
+
+
+def read_model(model: str, format_name: str | None) -> tuple[ModelConfig, str]:
+    """--model and --format -> the config and the experts' format as the option spells it.
+
+    A folder's config.json decides the format, and a --format that differs is refused; a model known by name is
+    planned in any format. Raises ValueError, one line.
+    """
+    if format_name is not None and format_name not in _FORMATS:
+        raise ValueError(f"--format {format_name} is unknown; known are {', '.join(_FORMATS)}")
+    path = KNOWN_MODELS.get(model)
+    known = path is not None
+    if path is None:
+        path = _folder(model) / "config.json"
+    try:
+        config = ModelConfig.from_dict(json.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise CheckpointError(f"--model {model}: {path} cannot be read: {error.strerror}") from None
+    except ConfigError as error:
+        raise ConfigError(f"--model {model}: {error}") from None
+    except ValueError as error:
+        raise CheckpointError(f"--model {model}: {path} is not JSON: {error}") from None
+    if known and format_name is not None:
+        return config, format_name
+    if not config.moe_layer_indices:
+        raise ConfigError(f"--model {model} has no routed experts, there is nothing to plan")
+    declared = shapes.declared_expert_format(config)
+    found = next(name for name, form in _FORMATS.items() if form == declared)
+    if format_name not in (None, found):
+        raise ValueError(f"--format {format_name}: the experts of --model {model} are {found} by its config.json")
+    return config, found
+
+
+def _folder(model: str) -> Path:
+    from dwdp.executor.settings import NANO_MODEL, model_folder
+
+    if model != NANO_MODEL and not Path(model).is_dir():
+        names = ", ".join([*KNOWN_MODELS, NANO_MODEL])
+        raise CheckpointError(f"no such model: --model {model} is neither a folder with a config.json nor {names}")
+    return model_folder(model)
+
+
+def run_plan(
+    model: str,
+    format_name: str | None,
+    split: Split,
+    num_slots: int,
+    gpu: Gpu | None,
+    *,
+    as_json: bool,
+) -> None:
+    """Makes the plan and prints it. Raises ValueError or MemoryBudgetError before anything is printed."""
+    config, format_name = read_model(model, format_name)
+    sizes = ModelSizes.of(config, _FORMATS[format_name])
+    plan = make_plan(sizes, split, num_slots, gpu)
+    if as_json:
+        print(json.dumps(plan.document()))
+        return
+    from dwdp.tools.plan_text import print_plan
+
+    print_plan(f"{model} with {format_name} experts", sizes, plan, gpu)
