@@ -198,10 +198,22 @@ def test_the_first_complete_set_gives_rank_and_address(environ, source, caplog, 
 
 
 @pytest.mark.parametrize(
-    "environ", [{}, MPI, SLURM, ADDRESS, {"RANK": "0"}, {"RANK": "0", "WORLD_SIZE": "2"}]
+    "environ", [{}, SLURM, ADDRESS, {"RANK": "0"}, {"RANK": "0", "WORLD_SIZE": "2"}]
 )
 def test_without_a_complete_set_there_is_no_place(environ):
     assert env.discover_rank(2, environ) is None
+
+
+@pytest.mark.parametrize("environ", [MPI, MPICH, MPI | SLURM, MPI | {"MASTER_ADDR": "a"}])
+def test_mpi_needs_no_store_unless_a_variable_of_ours_begins_another_set(environ, warnings):
+    place = env.discover_rank(2, environ)
+    assert (place.source, place.rank, place.size, place.has_store) == ("MPI", 1, 2, False)
+    assert str(place) == "MPI: rank 1 of 2 without a store"
+    assert env.discover_rank(2, environ | OWN).source == "DWDP_RANK"
+    assert env.discover_rank(2, TORCHRUN | environ).source == "torchrun" and warnings() == []
+    for name in OWN:
+        with pytest.raises(ConfigError, match="go together"):
+            env.discover_rank(2, environ | {name: OWN[name]})
 
 
 def test_a_set_of_one_process_forms_no_group():
@@ -260,6 +272,14 @@ def test_a_child_gets_this_environment_with_changes_and_finds_the_package(monkey
     assert Path(run.stdout.strip()).resolve() == Path(dwdp.env.__file__).resolve(), run.stderr
 
 
+def test_a_variable_that_changes_nothing_is_named():
+    environ = {"DWDP_DENZE": "1", "TRTLLM_SKIP_KV_CACHE_ESTIMATION": "1", "DWDP_DENSE": "1", "HOME": "/"}
+    lines = env.ineffective(environ)
+    assert len(lines) == 2
+    assert lines[0].startswith("TRTLLM_SKIP_KV_CACHE_ESTIMATION has no effect")
+    assert "DWDP_DENZE" in lines[1] and "DWDP_DENSE is" in lines[1]
+
+
 def environment_reads(source):
     """Lines that reach the process environment, in any of the ways of the standard library."""
     names = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
@@ -281,3 +301,21 @@ def test_nothing_else_reads_the_environment():
         if path != own and (lines := list(environment_reads(path.read_text())))
     }
     assert found == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("DWDP_RENDEZVOUS_TIMEOUT_S", "1e300"),
+        ("DWDP_DENSE_MIN_BYTES", str(2**53)),
+        ("DWDP_SOCKET_DIR", "/tmp/\udcff"),
+    ],
+)
+def test_a_value_that_no_later_step_could_take_is_refused_at_start(name, text):
+    with pytest.raises(ConfigError, match=name):
+        env.check_environment({name: text})
+
+
+def test_a_token_file_that_does_not_exist_is_refused_at_start():
+    with pytest.raises(ConfigError, match="DWDP_GROUP_TOKEN names a file that does not exist"):
+        env.check_environment({"DWDP_GROUP_TOKEN": "/nowhere/token"})

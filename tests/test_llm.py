@@ -7,9 +7,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -151,7 +153,20 @@ def test_release_leaves_nothing_mapped_and_setup_again_gives_the_same_bits(sprea
         (lambda llm: llm.generate("x" * 4090, SamplingParams(max_tokens=7)), ["4090", "7", "4096"]),
         (lambda llm: llm.generate([[320]]), ["320", "319"]),
         (lambda llm: llm.generate(["a", "b"], [PARAMS]), ["sampling_params", "2"]),
-        (lambda llm: llm.logits([1], rank=2), ["rank 2"]),
+        (lambda llm: llm.logits([1], rank=2), ["rank", "2"]),
+        (lambda llm: llm.logits([1], rank=0.0), ["rank", "0.0"]),
+        (lambda llm: llm.logits([1], rank=True), ["rank", "True"]),
+        (lambda llm: llm.logits([1], chunk_size=1.5), ["chunk_size", "1.5"]),
+        (lambda llm: llm.logits([1], decode="1"), ["decode", "'1'"]),
+        (lambda llm: llm.logits("a"), ["token_ids", "str"]),
+        (lambda llm: llm.logits([2**70]), ["token_ids", str(2**70)]),
+        (lambda llm: llm.generate(None), ["prompts", "NoneType"]),
+        (lambda llm: llm.generate({"prompt": "a"}), ["prompts", "dict"]),
+        (lambda llm: llm.generate(b"abc"), ["prompts", "bytes"]),
+        (lambda llm: llm.generate([{1, 2}]), ["prompt", "set"]),
+        (lambda llm: llm.generate(["a\ud800"]), ["prompt", "position 1"]),
+        (lambda llm: llm.generate("a", 5), ["sampling_params", "int"]),
+        (lambda llm: llm.generate(["a"], [None]), ["sampling_params", "NoneType"]),
         (lambda llm: llm.logits([1], chunk_size=0), ["chunk_size", "0"]),
         (lambda llm: llm.logits([1], decode=2), ["decode", "2"]),
         (lambda llm: llm.logits([-1]), ["-1"]),
@@ -162,6 +177,17 @@ def test_a_refused_request_names_its_numbers_and_the_ranks_go_on(replicated, cal
         call(replicated)
     assert all(word in str(caught.value) for word in words)
     assert len(replicated.generate("still here", PARAMS)) == 1
+
+
+def test_arrays_are_prompts_row_by_row_and_a_chunk_may_be_longer_than_the_prompt(replicated):
+    def tokens(prompts):
+        return [output.prompt_token_ids for output in replicated.generate(prompts, PARAMS)]
+
+    assert tokens(np.array([1, 2])) == tokens(torch.tensor([1, 2])) == tokens((1, 2)) == [[1, 2]]
+    assert tokens(np.array([[1, 2], [3, 4]])) == tokens(torch.tensor([[1, 2], [3, 4]])) == [[1, 2], [3, 4]]
+    assert tokens([torch.tensor([5]), torch.tensor([6])]) == [[5], [6]]
+    whole = replicated.logits([1, 2, 3])
+    assert torch.equal(replicated.logits([1, 2, 3], rank=np.int64(0), chunk_size=2**70), whole)
 
 
 def test_sampling_is_repeatable_and_stop_strings_are_cut(replicated):
@@ -185,8 +211,12 @@ def test_a_killed_rank_is_named_and_everything_is_ended(tiny):
                 llm.generate("abc", PARAMS)
         assert caught.value.rank == 1 and time.monotonic() - started < 2
         assert not alive(pids)
-        with pytest.raises(RankDiedError, match="rank 1 died"):
-            llm.report()
+        errors = []
+        for _ in range(2):
+            with pytest.raises(RankDiedError, match="rank 1 died") as caught:
+                llm.report()
+            errors.append(caught.value)
+        assert errors[0] is not errors[1]  # the same one would gather the frames of every raise
 
 
 def test_close_ends_the_ranks_and_may_be_called_again(tiny):
@@ -199,6 +229,34 @@ def test_close_ends_the_ranks_and_may_be_called_again(tiny):
         llm.generate("abc")
 
 
+def test_close_of_another_thread_ends_a_call_under_way(tiny):
+    llm = LLM(tiny, device="cpu", quiet=True)
+    pids = [report["pid"] for report in llm.report()]
+    raised = []
+
+    def generate():
+        try:
+            llm.generate("a", SamplingParams(max_tokens=4000, ignore_eos=True))
+        except DwdpError as error:
+            raised.append(str(error))
+
+    thread = threading.Thread(target=generate)
+    thread.start()
+    time.sleep(0.5)
+    llm.close()
+    thread.join(5)
+    assert raised == ["the LLM is closed"] and not alive(pids)
+
+
+def test_a_frozen_rank_delays_close_by_its_bound_only(tiny):
+    llm = LLM(tiny, device="cpu", quiet=True)
+    pids = [report["pid"] for report in llm.report()]
+    os.kill(pids[0], signal.SIGSTOP)
+    started = time.monotonic()
+    llm.close()
+    assert not alive(pids) and time.monotonic() - started < 8
+
+
 PARENT = """
 import sys
 from dwdp import LLM
@@ -208,7 +266,8 @@ sys.stdin.read()
 """
 
 
-def test_ranks_leave_by_themselves_when_their_parent_is_killed(tiny):
+@pytest.mark.parametrize("frozen", [False, True])
+def test_ranks_leave_by_themselves_when_their_parent_is_killed(tiny, frozen):
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT, str(tiny)],
         env=child_environment(),
@@ -220,6 +279,8 @@ def test_ranks_leave_by_themselves_when_their_parent_is_killed(tiny):
         folder, *pids = parent.stdout.readline().split()
         pids = [int(pid) for pid in pids]
         assert len(alive(pids)) == 2 and Path(folder).stat().st_mode & 0o777 == 0o700
+        if frozen:
+            os.kill(pids[0], signal.SIGSTOP)
     finally:
         parent.kill()
         parent.wait()

@@ -7,8 +7,8 @@ A switch is named `DWDP_...`; the original's name is an alias. A value that cann
 
 from __future__ import annotations
 
+import difflib
 import logging
-import math
 import os
 import re
 import sysconfig
@@ -25,7 +25,9 @@ Environ = Mapping[str, str] | None
 TRUE_WORDS = frozenset({"1", "true", "on", "yes"})
 FALSE_WORDS = frozenset({"0", "false", "off", "no"})
 BOOLEAN = "0/1, true/false, on/off or yes/no"
-SECONDS = "a number of seconds > 0"
+MAX_INTEGER = 2**53 - 1  # as in config files
+MAX_SECONDS = 1e9  # no wait of the operating system can be much longer
+SECONDS = f"a number of seconds > 0 and at most {MAX_SECONDS:.0e}"
 
 
 # Parsers take the stripped, non-empty text and raise ValueError when they cannot read it.
@@ -41,6 +43,7 @@ def _boolean(text: str) -> bool:
 
 
 def _text(text: str) -> str:
+    text.encode()  # UnicodeEncodeError, a ValueError, for bytes that are no UTF-8: messages could not carry them
     return text
 
 
@@ -50,7 +53,7 @@ def _integer(low: int, high: int | None = None) -> Callable[[str], int]:
         if not re.fullmatch(r"[0-9]{1,18}", text):
             raise ValueError
         value = int(text)
-        if value < low or (high is not None and value > high):
+        if not low <= value <= (MAX_INTEGER if high is None else high):
             raise ValueError
         return value
 
@@ -61,7 +64,7 @@ def _seconds(text: str) -> float:
     if not re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", text):
         raise ValueError
     value = float(text)
-    if not (0 < value < math.inf):
+    if not 0 < value <= MAX_SECONDS:
         raise ValueError
     return value
 
@@ -106,7 +109,7 @@ def _dwdp(name: str, parse: Callable[[str], object], accepted: str, keep: object
     return Switch(f"DWDP_{name}", f"TRTLLM_DWDP_{name}", parse, accepted, keep)
 
 
-_COUNT = "a whole number >= 0"
+_COUNT = f"a whole number >= 0 and at most {MAX_INTEGER}"
 
 SWITCHES: dict[str, Switch] = {
     switch.name: switch
@@ -115,8 +118,8 @@ SWITCHES: dict[str, Switch] = {
         _dwdp("DENSE_COPY", _choice("batched", "per_slice", "gather"), "batched, per_slice or gather"),
         _dwdp("DENSE_REQUIRED", _boolean, BOOLEAN, keep=True),
         _dwdp("DENSE_SEGMENTS", _segments, "'attn' or 'attn,moe'"),
-        _dwdp("DENSE_MIN_BYTES", _integer(0), "a whole number of bytes >= 0"),
-        _dwdp("DENSE_STORE_CHUNK_MB", _integer(0), "a whole number of MiB >= 0"),
+        _dwdp("DENSE_MIN_BYTES", _integer(0), _COUNT.replace("number", "number of bytes")),
+        _dwdp("DENSE_STORE_CHUNK_MB", _integer(0), _COUNT.replace("number", "number of MiB")),
         _dwdp("DENSE_STRICT", _boolean, BOOLEAN),
         _dwdp("DENSE_DEBUG", _integer(0, 2), "0, 1 or 2"),
         _dwdp("PREFETCH_GATHER", _boolean, BOOLEAN),
@@ -214,6 +217,7 @@ def check_environment(environ: Environ = None) -> None:
     for name in SWITCHES:
         if name not in ("DWDP_DENSE_COPY", "DWDP_DENSE_REQUIRED"):
             setting(name, environ)
+    group_token(environ)
 
 
 # Which field of which config section a switch overrides.
@@ -330,7 +334,8 @@ def child_environment(environ: Environ = None, **extra: str | None) -> dict[str,
 
 # [Note: where a rank's number comes from]
 # The first complete set of DWDP_RANK and its pair, torchrun, MPI, Slurm wins. MPI and Slurm give no store
-# address, so their sets are complete only together with DWDP_MASTER_ADDR/PORT or MASTER_ADDR/PORT. A set of
+# address: it comes from DWDP_MASTER_ADDR/PORT or MASTER_ADDR/PORT, and Slurm's set is complete only with it. MPI's
+# is complete without, where no DWDP_ variable begins another: its own messages then carry the group. A set of
 # another launcher with one process forms no group: schedulers set one for ordinary jobs.
 
 _FOREIGN_SETS = (
@@ -352,24 +357,31 @@ class RankPlace:
     """This process's place in a group of independent processes.
 
     source: the set of variables it came from. size: None when neither that set nor the launch says.
+    master_addr, master_port: of the group's store; None under MPI without one, whose messages carry the group.
     store_exists: the launcher already serves a store at the address, so that rank 0 must not host one.
     """
 
     source: str
     rank: int
     size: int | None
-    master_addr: str
-    master_port: int
+    master_addr: str | None
+    master_port: int | None
     store_exists: bool = False
+
+    @property
+    def has_store(self) -> bool:
+        return self.master_addr is not None
 
     def __str__(self) -> str:
         size = "" if self.size is None else f" of {self.size}"
-        return f"{self.source}: rank {self.rank}{size} at {self.master_addr}:{self.master_port}"
+        where = f"at {self.master_addr}:{self.master_port}" if self.has_store else "without a store"
+        return f"{self.source}: rank {self.rank}{size} {where}"
 
     def disagrees(self, other: RankPlace) -> bool:
         sizes_differ = None not in (self.size, other.size) and self.size != other.size
         address, other_address = (self.master_addr, self.master_port), (other.master_addr, other.master_port)
-        return self.rank != other.rank or sizes_differ or address != other_address
+        stores_differ = self.has_store and other.has_store and address != other_address
+        return self.rank != other.rank or sizes_differ or stores_differ
 
 
 def discover_rank(size: int | None = None, environ: Environ = None) -> RankPlace | None:
@@ -438,7 +450,11 @@ def _foreign_place(
         if own_address is not None and own_port is not None:
             address, port = own_address, own_port
     if address is None or (port is None and not environ.get("MASTER_PORT", "").strip()):
-        return None
+        names = ("DWDP_RANK", "DWDP_MASTER_ADDR", "DWDP_MASTER_PORT")
+        if title != "MPI" or any(given(name, environ) is not None for name in names):
+            return None
+        rank, size = _foreign_integer(pair[0], environ, 0, None), _foreign_integer(pair[1], environ, 1, None)
+        return None if size == 1 else RankPlace(title, rank, size, None, None)
     rank = _foreign_integer(pair[0], environ, 0, None)
     size = _foreign_integer(pair[1], environ, 1, None)
     if port is None:
@@ -461,3 +477,28 @@ def _foreign_integer(name: str, environ: Mapping[str, str], low: int, high: int 
 def set_default(name: str, text: str) -> None:
     """Sets a variable of this process and its children that the user has not set."""
     os.environ.setdefault(name, text)
+
+
+# Read, and refused when malformed, but used by nothing yet: servers, KV caches, groups of several hosts, CUDA.
+WITHOUT_EFFECT = (
+    "DWDP_GROUP_TOKEN",
+    "DWDP_SKIP_KV_CACHE_ESTIMATION",
+    "DWDP_EXECUTOR_SHUTDOWN_DROP_INFLIGHT",
+    "DWDP_SERVE_GRACEFUL_SHUTDOWN_TIMEOUT_S",
+    "DWDP_DISABLE_COOP_ROUTING",
+)
+
+
+def ineffective(environ: Environ = None) -> list[str]:
+    """One line for each variable that is set and changes nothing: not supported yet, or no name of ours."""
+    environ = _environ(environ)
+    lines = [
+        f"{found[0]} has no effect: what it is for is not supported yet"
+        for name in WITHOUT_EFFECT
+        if (found := given(name, environ)) is not None
+    ]
+    for name in sorted(set(environ) - set(SWITCHES)):
+        if name.startswith("DWDP_"):
+            near = difflib.get_close_matches(name, SWITCHES, 1)
+            lines.append(f"{name} is no variable of dwdp" + (f"; {near[0]} is" if near else ""))
+    return lines

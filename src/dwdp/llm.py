@@ -12,7 +12,7 @@ from dwdp.errors import RequestError
 from dwdp.executor import messages
 from dwdp.executor.frontend import Frontend
 from dwdp.executor.prompts import Prompt, plain_ids, prepare, request_output
-from dwdp.executor.request import RequestOutput, SamplingParams, check_token_ids
+from dwdp.executor.request import RequestOutput, SamplingParams, check_token_ids, check_whole
 from dwdp.executor.settings import Launch, resolve
 
 if TYPE_CHECKING:
@@ -124,16 +124,14 @@ class LLM:
         import torch
 
         config, limit = self._launch.model_config, self._launch.settings.max_seq_len
-        ids = plain_ids(token_ids)
+        ids = plain_ids(token_ids, "token_ids must be a list of token ids")
         check_token_ids(ids, vocab_size=config.vocab_size, what="token_ids")
         if len(ids) > limit:
             raise RequestError(f"token_ids of {len(ids)} tokens are over max_seq_len {limit}")
-        if not 0 <= rank < self._launch.ranks:
-            raise RequestError(f"rank {rank} is not one of the {self._launch.ranks} ranks")
-        if chunk_size is not None and chunk_size < 1:
-            raise RequestError(f"chunk_size must be at least 1, got {chunk_size}")
-        if not 0 <= decode <= len(ids):
-            raise RequestError(f"decode must be from 0 to the {len(ids)} tokens given, got {decode}")
+        rank = check_whole(f"rank (of {self._launch.ranks} ranks)", rank, 0, self._launch.ranks - 1)
+        if chunk_size is not None:
+            chunk_size = min(check_whole("chunk_size", chunk_size, 1), len(ids))
+        decode = check_whole(f"decode (of {len(ids)} tokens)", decode, 0, len(ids))
         with self._lock:
             call = self._frontend.next_call()
             answer, frames = self._frontend.call({rank: messages.Logits(call, ids, chunk_size, decode)})[rank]
@@ -161,7 +159,12 @@ class LLM:
 
     def close(self) -> None:
         """Ends every rank process; afterwards nothing of this LLM is left."""
-        self._frontend.close()
+        self._close(at_once=False)
+
+    def _close(self, *, at_once: bool) -> None:
+        self._frontend.stop()  # a call of another thread ends first: they share sockets
+        with self._lock:
+            self._frontend.close(at_once=at_once)
 
     def _to_all(self, command: type, *fields: Any) -> dict[int, tuple[Any, list[bytes]]]:
         call = self._frontend.next_call()
@@ -176,4 +179,4 @@ class LLM:
 
     def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
         # on the way out of an error or an interrupt nobody waits for work that goes on
-        self._frontend.close(at_once=kind is not None)
+        self._close(at_once=kind is not None)

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from dwdp.errors import DwdpError, GroupError
-from dwdp.executor.create import Stages, build_rank, replicated_bytes
+from dwdp.executor.create import Stages, build_rank
 from dwdp.executor.messages import RankSettings, WorkItem
 from dwdp.executor.request import SamplingParams
 from dwdp.group.threads import run_rank_threads
+from dwdp.runtime.setup_experts import outside_bytes
 from tests.executor.checkpoints import write_tiny
 from tests.support.tiny import tiny_model, tiny_model_config
 
@@ -35,13 +36,13 @@ def test_stages_are_taken_back_in_reverse_and_a_failing_undo_stops_none_of_the_o
 
 def test_replicated_bytes_count_each_storage_once_and_plain_attributes_too():
     model = tiny_model(tiny_model_config())
-    before = replicated_bytes(model)
+    before = outside_bytes(model)
     assert before == sum(p.untyped_storage().nbytes() for p in model.parameters())
     norm = model.model.norm
     norm.alias = norm.weight.detach()[:3]
-    assert replicated_bytes(model) == before
+    assert outside_bytes(model) == before
     norm.scratch = torch.zeros(10)
-    assert replicated_bytes(model) == before + 40
+    assert outside_bytes(model) == before + 40
 
 
 def test_replicated_bytes_leave_the_domains_memory_out():
@@ -50,7 +51,7 @@ def test_replicated_bytes_leave_the_domains_memory_out():
             return tensor is model.lm_head.weight
 
     model = tiny_model(tiny_model_config())
-    assert replicated_bytes(model, Domain()) == replicated_bytes(model) - model.lm_head.weight.nbytes
+    assert outside_bytes(model, Domain()) == outside_bytes(model) - model.lm_head.weight.nbytes
 
 
 @pytest.mark.parametrize("device", ["auto", "cuda"])
@@ -191,3 +192,17 @@ def test_ranks_that_were_given_different_configs_are_named_with_what_differs(tin
 
     for text in run_rank_threads(2, one_rank, timeout=20):
         assert "rank 0" in text and "rank 1" in text and "dwdp_config" in text
+
+
+@pytest.mark.parametrize("dense", [True, False])
+def test_weights_that_are_shared_cannot_be_loaded_in_place_also_after_the_release(tiny, dense):
+    def one_rank(group):
+        with build_rank(thread_settings(tiny, 2, dense=dense), group, rank=group.rank) as executor:
+            model, before = executor.model, executor.logits([1, 2, 3])
+            with pytest.raises(DwdpError, match="build and load a new"):
+                model.load_state_dict({name: torch.zeros_like(p) for name, p in model.named_parameters()})
+            assert torch.equal(executor.logits([1, 2, 3]), before)
+        with pytest.raises(DwdpError, match="build and load a new"):
+            model.load_state_dict({})
+
+    run_rank_threads(2, one_rank)

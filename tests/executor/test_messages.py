@@ -32,6 +32,23 @@ def test_a_command_arrives_as_it_was_sent(command):
 
 
 @pytest.mark.parametrize(
+    "command",
+    [
+        messages.Logits(1, [2**70]),
+        messages.Logits(1, [1.5]),
+        messages.Logits(1, [1], "2"),
+        messages.Setup(1, msgspec.structs.replace(SETTINGS, model="/\udcff"), 0),
+        messages.Setup(1, msgspec.structs.replace(SETTINGS, dwdp={"page_granules": 2**70}), 0),
+    ],
+)
+def test_what_a_rank_would_not_take_is_refused_before_it_is_sent(command):
+    with pytest.raises(errors.RequestError, match=type(command).__name__.lower()):
+        messages.encode_command(command)
+    good = messages.Logits(1, [5], 2, 1)
+    assert messages.encode_command(good) == messages.encode(good)
+
+
+@pytest.mark.parametrize(
     "event",
     [
         messages.Hello(7),

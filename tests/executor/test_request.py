@@ -1,5 +1,6 @@
 """A request that cannot be served is refused with the field and the numbers."""
 
+import numpy as np
 import pytest
 
 from dwdp.errors import RequestError
@@ -24,6 +25,11 @@ from dwdp.executor.request import SamplingParams, check_prompt
         ({"ignore_eos": 1}, ["ignore_eos", "1"]),
         ({"logprobs": 21}, ["logprobs", "20", "21"]),
         ({"n": 2}, ["n must be 1", "2"]),
+        ({"n": 1.0}, ["n", "1.0"]),
+        ({"top_k": 2**63}, ["top_k", str(2**63)]),
+        ({"temperature": 10**400}, ["temperature", "more than 100 digits"]),
+        ({"max_tokens": np.bool_(True)}, ["max_tokens", "True"]),
+        ({"stop": "a\ud800"}, ["stop", "position 1"]),
     ],
 )
 def test_a_bad_sampling_field_is_refused_by_name_and_value(fields, words):
@@ -60,3 +66,10 @@ def test_a_prompt_that_does_not_fit_is_refused_with_the_numbers(token_ids, max_t
 
 def test_a_prompt_that_fills_max_seq_len_exactly_is_taken():
     check_prompt([1, 2], SamplingParams(max_tokens=8), vocab_size=64, max_seq_len=10)
+
+
+def test_numbers_of_numpy_are_taken_as_pythons():
+    given = SamplingParams(max_tokens=np.int64(3), temperature=np.float32(0.5), seed=np.uint8(7), n=np.int32(1))
+    assert given == SamplingParams(max_tokens=3, temperature=0.5, seed=7)
+    types = [type(value) for value in (given.max_tokens, given.temperature, given.seed, given.n)]
+    assert types == [int, float, int, int]

@@ -61,3 +61,9 @@ def test_logprobs_are_of_the_unchanged_distribution_and_name_the_chosen_token():
 def test_logits_that_are_not_numbers_never_become_a_token():
     with pytest.raises(ValueError, match="NaN"):
         draw(SamplingParams(), logits=torch.tensor([0.0, float("nan")]))
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 5e-324])
+def test_the_smallest_temperature_draws_the_best_token(temperature):
+    params = SamplingParams(temperature=temperature, top_k=3, top_p=0.9, seed=1)
+    assert draw(params, 5, logits=1000 * LOGITS) == [1] * 5

@@ -1,6 +1,8 @@
 """A launch is refused before any rank exists, in one line with the names and numbers; what may start is
 complete."""
 
+import os
+
 import pytest
 
 from dwdp.config.gate import GateError
@@ -80,6 +82,36 @@ def test_a_launch_that_cannot_be_served_is_refused_with_names_and_values(tiny, f
         start(tiny, **fields)
     text = str(caught.value)
     assert all(word in text for word in words) and "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("", ["--model", "empty"]),
+        ("x" * 5000, ["--model", "xxx", "too long"]),
+        ("a\0b", ["--model", "null byte"]),
+        (None, ["model", "None"]),
+        (b"/tmp", ["model", "b'/tmp'"]),
+    ],
+)
+def test_a_model_that_can_be_no_path_is_refused_by_its_value(model, words):
+    with pytest.raises(CheckpointError) as caught:
+        resolve(model)
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_a_model_whose_name_is_no_utf8_is_refused(tmp_path):
+    folder = os.fsencode(tmp_path) + b"/\xff"
+    os.mkdir(folder)
+    with pytest.raises(CheckpointError, match="surrogates not allowed"):
+        resolve(os.fsdecode(folder))
+
+
+@pytest.mark.parametrize("section", [5, "on", [1]])
+def test_a_section_that_is_no_mapping_is_refused_by_name(tiny, section):
+    for name in ("dwdp", "dense_dwdp"):
+        with pytest.raises(ConfigError, match=name):
+            resolve(tiny, ranks=2, **{name: section})
 
 
 def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path, tiny):

@@ -178,3 +178,14 @@ def test_a_tcp_group_leaves_no_thread_and_no_descriptor():
         assert time.monotonic() < deadline, (before, now)
         time.sleep(0.02)
     del store
+
+
+def test_a_stranger_that_listens_and_never_answers_is_named_at_the_deadline():
+    with socket.socket() as stranger:
+        stranger.bind(("127.0.0.1", 0))
+        stranger.listen()
+        port = stranger.getsockname()[1]
+        start = time.monotonic()
+        with pytest.raises(GroupTimeoutError, match=f"127.0.0.1:{port}: something else listens there"):
+            connect_store(port, timeout_seconds=1.2)
+        assert time.monotonic() - start < 4

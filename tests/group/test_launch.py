@@ -152,3 +152,32 @@ def test_ranks_end_when_the_launching_process_is_killed():
     finally:
         parent.kill()
         parent.communicate()
+
+
+STREAMS = """
+import os, sys
+from dwdp.group.launch import RankLauncher
+for number in map(int, sys.argv[1].split(",")):
+    os.close(number)
+child = "import os, sys; os.write(1, b'x'); os.write(2, b'y'); os.read(0, 1)"
+with RankLauncher(1, [{}], args_per_rank=[["-c", child]]) as ranks:
+    ranks.start()
+    while not ranks.poll():
+        pass
+    os._exit(ranks.poll()[0].exit_code)
+"""
+
+
+@pytest.mark.parametrize("closed", ["0", "2", "0,2", "0,1,2"])
+def test_a_rank_has_all_three_streams_though_its_launcher_has_not(closed):
+    command = [sys.executable, "-c", STREAMS, closed]
+    assert subprocess.run(command, env=env.child_environment(), timeout=60).returncode == 0
+
+
+def test_kill_ends_every_rank_also_a_frozen_one():
+    with launcher(2) as ranks:
+        ranks.start()
+        os.kill(ranks.pids()[1], signal.SIGSTOP)
+        ranks.kill()
+        wait_for(lambda: len(ranks.poll()) == 2, 5)
+        assert {str(ended) for ended in ranks.poll().values()} == {"killed by SIGKILL"}

@@ -1,10 +1,12 @@
 """A child notices that its parent is gone; socket folders that others can enter are refused."""
 
 import os
+import signal
 import socket
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 
@@ -16,6 +18,9 @@ from dwdp.group.parent import (
     PARENT_GONE_EXIT_CODE,
     ParentSocket,
     check_socket_folder,
+    end_with_this_process,
+    leave_nothing,
+    make_private_folder,
     watch_parent,
 )
 
@@ -96,3 +101,38 @@ def test_a_folder_with_a_long_path_serves_too(tmp_path):
         assert not gone.wait(0.05)
     assert gone.wait(2) and os.listdir(long) == []
     watch.close()
+
+
+def test_a_fork_of_the_parent_keeps_no_child_alive():
+    fork = None
+    with ParentSocket(1) as parent:
+        gone = threading.Event()
+        watch_parent(parent.path, gone.set)
+        fork = os.fork()
+        if fork == 0:
+            time.sleep(60)
+            os._exit(0)
+    try:
+        assert gone.wait(5)
+    finally:
+        os.kill(fork, signal.SIGKILL)
+        os.waitpid(fork, 0)
+
+
+def test_where_no_folder_can_be_made_the_variable_is_named(monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
+    with pytest.raises(ConfigError, match="TMPDIR"):
+        ParentSocket(1)
+
+
+def test_a_process_that_ends_without_its_clean_ups_kills_its_children_and_removes_its_folders():
+    class Children:
+        killed = 0
+
+        def kill(self):
+            self.killed += 1
+
+    children, folder = Children(), make_private_folder()
+    end_with_this_process(children)
+    leave_nothing()
+    assert children.killed == 1 and not os.path.exists(folder)

@@ -218,3 +218,14 @@ def test_the_digest_sees_config_names_shapes_and_dtypes_but_not_shards(tmp_path)
         digest("h", expert_format="mxfp4"),
     ]
     assert len({same, *others}) == 6
+
+
+def test_files_nested_beyond_reading_are_named(tmp_path):
+    (tmp_path / "config.json").write_bytes(b"[" * 100_000)
+    with pytest.raises(CheckpointError, match="config.json is not JSON"):
+        Checkpoint(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    header = b"[" * 100_000
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(CheckpointError, match="model.safetensors has a bad header"):
+        Checkpoint(tmp_path)

@@ -2,12 +2,15 @@
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from dwdp.env import child_environment
 from dwdp.errors import CheckpointError, ConfigError
 from dwdp.model import quant
 from dwdp.model.checkpoint import Checkpoint
@@ -613,3 +616,16 @@ def test_a_config_the_model_cannot_serve_names_the_file(tmp_path):
 def test_token_ids_outside_the_vocabulary_are_refused_before_weights_are_read(tmp_path):
     random_checkpoint(tmp_path, tiny_config_dict(eos_token_id=320))
     assert "eos_token_id 320, outside the vocab_size of 320" in refusal(tmp_path)
+
+
+def test_reading_and_building_load_no_compiler_and_leave_no_folder(tmp_path):
+    """A meta model with noise in it would be run through torch's compiler."""
+    random_checkpoint(tmp_path / "model", tiny_config_dict())
+    (tmp_path / "tmp").mkdir()
+    code = (
+        "import sys; from dwdp.model.loader import load_model, load_reads; "
+        "load_reads(sys.argv[1]); load_model(sys.argv[1]); assert 'torch._dynamo' not in sys.modules"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "model")]
+    subprocess.run(command, env=child_environment(TMPDIR=str(tmp_path / "tmp")), check=True, timeout=60)
+    assert list((tmp_path / "tmp").iterdir()) == []

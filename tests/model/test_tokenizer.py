@@ -97,3 +97,10 @@ def test_a_broken_tokenizer_json_is_one_line_naming_the_file(tmp_path):
     with pytest.raises(CheckpointError, match="tokenizer.json cannot be read") as refused:
         load_tokenizer(folder, 260)
     assert "\n" not in str(refused.value)
+
+
+def test_a_generation_config_that_is_no_file_is_named(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "generation_config.json").mkdir()
+    with pytest.raises(CheckpointError, match="generation_config.json cannot be read"):
+        eos_token_ids(tmp_path, 10)

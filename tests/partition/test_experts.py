@@ -96,7 +96,6 @@ def test_kimi_k3_on_twelve_ranks(size, stride, kind, counts, text):
     assert [end - start for start, end in got.ranges] == counts
     assert got.ranges[0][0] == 0 and got.ranges[-1][1] == 896
     assert got.describe() == text
-    assert list(got.stored_by(11)) == list(range(*got.ranges[11]))
 
 
 def test_small_counts_and_counts_that_do_not_divide():
@@ -157,8 +156,6 @@ def test_an_expert_or_rank_that_is_not_there_is_refused():
         with pytest.raises(ValueError, match=f"expert {bad} "):
             got.owner(bad)
     for bad in (-1, 2):
-        with pytest.raises(ValueError, match=f"rank {bad} "):
-            got.stored_by(bad)
         with pytest.raises(ValueError, match=f"rank {bad} "):
             got.remote_runs(bad)
 

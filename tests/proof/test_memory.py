@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from dwdp import LLM
-from dwdp.executor.create import replicated_bytes
 from dwdp.model.writer import random_checkpoint
+from dwdp.runtime.setup_experts import outside_bytes
 from tests.support.system import prompt, replicated, shared, write_random
 from tests.support.tiny import tiny_config_dict
 
@@ -71,7 +71,7 @@ def test_replicated_bytes_are_those_of_the_live_storages(tmp_path):
 
     def live(rank):
         rank.logits(prompt(0, 8))
-        return replicated_bytes(rank.model, rank.domain), rank.report()["ledger"]
+        return outside_bytes(rank.model, rank.domain), rank.report()["ledger"]
 
     whole, ledger = replicated(model, live)
     assert ledger["replicated_bytes"] == whole

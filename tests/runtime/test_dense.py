@@ -346,15 +346,18 @@ def test_every_so_many_forwards_a_layer_is_verified_on_the_copy_stream():
         expected = snapshot(rank.model)
         rank.setup()
         runtime = rank.manager.runtime
-        forward_and_check(rank, expected, count=4)
+        checked, problem = [], runtime.checker.problem
+        runtime.checker.problem = lambda pos, slot: (checked.append((pos, slot)), problem(pos, slot))[1]
+        forward_and_check(rank, expected, count=5)
         rank.device.drain()
         assert runtime.verification_error is None
+        assert checked == [(1, "A1"), (1, "D1"), (2, "A0"), (2, "D2")], "the layers take turns"
         # after forward 6 the next copy of pos 3 mod 3 = 0 is checked: spoil a row of it
         store = rank.manager.weights.store
         rank.group.barrier("checked")
         store.row(rank.group.rank, 1)[5] ^= 1
         rank.group.barrier("spoiled")
-        for _ in range(3):
+        for _ in range(2):
             rank.model()
         rank.device.drain()
         assert "layer 1 MoE-dense" in str(runtime.verification_error)

@@ -264,9 +264,12 @@ def test_a_check_beside_the_forwards_finds_rows_that_changed():
                 runtime.finish(pos)
             device.drain()
 
+        checked, check = [], runtime._checker.check
+        runtime._checker.check = lambda pos: (checked.append(pos), check(pos))[1]
         for _ in range(5):
             forward()
         assert runtime.verification_error is None and runtime.verified_forward == 4
+        assert checked == [1, 2], "the layers take turns"
         group.barrier("checked")
         if group.rank == 1:
             for table in runtime._transport.tables:
@@ -274,6 +277,8 @@ def test_a_check_beside_the_forwards_finds_rows_that_changed():
         group.barrier("spoiled")
         forward(), forward()
         error = runtime.verification_error
+        forward(), forward()
+        assert runtime.verification_error is error, "the first mismatch is kept"
         group.barrier("done")
         take_down(runtime, group)
         return error

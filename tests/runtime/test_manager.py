@@ -333,7 +333,8 @@ def test_a_model_without_roots_is_an_error_with_required_and_no_dense_collective
         assert torch.equal(step(rank), expected)
 
     on_ranks(2, goes_on, dense=dense_config(required=False), prepare=without_roots)
-    assert "declares dense roots; its dense weights stay replicated" in caplog.text
+    said = [r for r in caplog.records if "declares dense roots; its dense weights stay replicated" in r.message]
+    assert len(said) == 2, "once a rank"
 
 
 def test_no_covered_layer_is_no_failure():
@@ -362,6 +363,8 @@ def test_an_expert_failure_behind_the_dense_commit_marks_the_model_unusable_and_
         with pytest.raises((OSError, RuntimeError), match="no memory for experts") as caught:
             rank.setup()
         assert isinstance(caught.value, OSError) is (rank.group.rank == 1)
+        tables = [table for experts in rank.model.moe_layers()[:2] for table in experts.expert_tables().values()]
+        assert not any(table.numel() for table in tables), "nothing is copied back"
         assert rank.domain.live() == NOTHING_LIVE and rank.domain.allocated_bytes == 0
         with pytest.raises(DwdpError, match="no memory for experts"):
             rank.model(IDS)
@@ -486,6 +489,40 @@ def test_release_gives_everything_back_with_copies_in_flight_and_without_the_mod
 
     on_ranks(2, body, dense=dense_config(), device_options={"copy_bytes_per_second": 20e6})
     assert memfds() == 0
+
+
+def test_memory_goes_only_behind_the_barriers_of_the_release_and_dense_goes_first():
+    def body(rank):
+        rank.setup()
+        steps, group = [], rank.group
+        for name, owner in (("dense", rank.manager.dense), ("experts", rank.manager.experts)):
+            for step_name in ("drain", "unmap_imports", "release_own"):
+                real = getattr(owner, step_name)
+                noted = f"{name} {step_name}"
+                setattr(owner, step_name, lambda real=real, noted=noted: (steps.append(noted), real()))
+        barrier = group.barrier
+        group.barrier = lambda tag, **options: (steps.append(tag), barrier(tag, **options))
+        rank.manager.release()
+        del group.barrier
+        return steps
+
+    expected = ["dense drain", "experts drain", "release: copies drained"]
+    expected += ["dense unmap_imports", "experts unmap_imports", "release: peers unmapped"]
+    expected += ["dense release_own", "experts release_own"]
+    assert on_ranks(2, body, dense=dense_config()) == [expected] * 2
+
+
+def test_dense_p1_counts_the_weights_that_the_declared_memory_holds_already():
+    def body(rank):
+        with pytest.raises(DwdpError, match="dense DWDP needs .* but 4096 bytes are free"):
+            rank.setup()
+        assert rank.model.unusable is None
+
+    def declare(rank):
+        size = outside_bytes(rank.model, rank.domain) + 4096
+        rank.manager.config = rank.manager.config.model_copy(update={"host_memory_bytes": size})
+
+    on_ranks(2, body, dense=dense_config(), prepare=declare)
 
 
 def test_set_up_again_in_one_process_with_another_number_of_ranks():

@@ -11,15 +11,18 @@ import ctypes
 import gc
 import logging
 import os
+import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from dwdp.config.schema import DenseConfig
 from dwdp.device.host import HostDevice
 from dwdp.errors import DwdpError, GroupTimeoutError, VerificationError
 from dwdp.memory.host import HostDomain
+from dwdp.runtime import leaks, setup_dense
 from dwdp.runtime.manager import refuse_weight_change
 from dwdp.runtime.setup_dense import DenseSetup
 from tests.support.dense_ranks import NOTHING_LIVE, config, dense_ranks, forward_and_check
@@ -52,6 +55,21 @@ def test_a_commit_moves_every_root_and_frees_the_originals():
     reports = dense_ranks(3, body)
     assert len({report["digest"] for report in reports}) == 1
     assert sum(report["moved_bytes"] - report["freed_bytes"] for report in reports) == reports[0]["moved_bytes"]
+
+
+def test_a_parameter_keeps_its_python_attributes_and_its_other_names():
+    def prepare(rank, model):
+        attn = model.layers[2].attn
+        attn.q.origin = "a file"
+        attn.register_parameter("tied", attn.q)
+
+    def body(rank):
+        rank.setup()
+        attn = rank.model.layers[2].attn
+        assert attn.q.origin == "a file"
+        assert attn.tied is attn.q
+
+    dense_ranks(2, body, prepare=prepare)
 
 
 def test_set_up_makes_five_collectives():
@@ -132,6 +150,18 @@ def test_a_failure_on_any_rank_in_any_phase_restores_every_tensor_and_leaks_noth
             else:
                 assert isinstance(error, RuntimeError)
                 assert f"rank {failing}" in str(error) and phase in str(error) and "injected" in str(error)
+
+
+def test_a_failed_check_keeps_no_tensor_over_a_slot_that_is_given_back(monkeypatch, caplog):
+    monkeypatch.setattr(setup_dense, "_value_bytes", lambda tensor: torch.rand(4))
+
+    def body(rank):
+        with pytest.raises(VerificationError, match="reads other bytes") as caught:
+            rank.setup()
+        return caught.value
+
+    dense_ranks(2, body)
+    assert "tensors over it are alive" not in caplog.text
 
 
 def test_an_abandoned_set_up_runs_again(monkeypatch):
@@ -289,8 +319,6 @@ def test_required_off_serves_on_after_a_disagreement(caplog):
 
 
 def test_a_wrong_byte_on_the_way_is_found_before_the_commit(monkeypatch):
-    from dwdp.runtime import setup_dense
-
     real = setup_dense.run_plan
 
     def one_write_lost(plan):
@@ -312,6 +340,22 @@ def test_a_wrong_byte_on_the_way_is_found_before_the_commit(monkeypatch):
 
 
 # ---- nothing to move, leaks, debug ----
+
+
+def test_a_pad_byte_that_is_not_zero_is_found_too(monkeypatch):
+    real = setup_dense.run_plan
+
+    def one_byte_more(plan):
+        real(plan)
+        ctypes.memset(max(piece.dst + piece.nbytes for piece in plan.slices) - 1, 1, 1)
+
+    monkeypatch.setattr(setup_dense, "run_plan", one_byte_more)
+
+    def body(rank):
+        with pytest.raises(VerificationError, match="first at pad byte"):
+            rank.setup()
+
+    dense_ranks(2, body)
 
 
 def test_no_covered_layer_is_a_warning_and_commits_nothing(caplog):
@@ -337,6 +381,61 @@ def test_a_leak_is_counted_and_its_holder_named_with_debug(caplog):
     dense_ranks(2, body, settings=lambda rank: config(debug=1))
     assert "still alive after the commit: layers.2.attn.o (held by tensor (24, 7) in" in caplog.text
     assert "kept of SimpleNamespace" in caplog.text
+
+
+def test_the_search_for_one_ranks_holders_is_no_holder_for_another(monkeypatch):
+    searching, go_on = threading.Event(), threading.Event()
+
+    def slow_get_objects():
+        objects = gc.get_objects()
+        searching.set()
+        assert go_on.wait(20)
+        return objects
+
+    slow = SimpleNamespace(collect=gc.collect, get_referrers=gc.get_referrers, get_objects=slow_get_objects)
+    monkeypatch.setattr(leaks, "gc", slow)
+    kept, dropped = torch.zeros(8), [torch.zeros(8)]
+    found = {}
+
+    def search(name, reference):
+        found[name] = leaks.find_leaks([(reference, name)], name_holders=True)
+
+    refs = {"kept": StorageWeakRef(kept.untyped_storage()), "dropped": StorageWeakRef(dropped[0].untyped_storage())}
+    first, second = (threading.Thread(target=search, args=item) for item in refs.items())
+    first.start()
+    assert searching.wait(20)
+    dropped.clear()
+    second.start()
+    second.join(0.2)
+    go_on.set()
+    first.join(), second.join()
+    assert found["dropped"] == [] and len(found["kept"]) == 1
+
+
+def test_a_failure_behind_the_last_vote_marks_the_model_unusable_and_tells_the_peers(monkeypatch):
+    real, failing = setup_dense.find_leaks, []
+
+    def fails(*args, **options):
+        if threading.current_thread() in failing:
+            raise OSError("P6 went wrong")
+        return real(*args, **options)
+
+    monkeypatch.setattr(setup_dense, "find_leaks", fails)
+
+    def body(rank):
+        if rank.group.rank == 1:
+            failing.append(threading.current_thread())
+        with pytest.raises((OSError, DwdpError), match="P6 went wrong") as caught:
+            rank.setup()
+            rank.group.barrier("next")
+        if rank.group.rank == 1:
+            assert rank.model.unusable is caught.value and rank.domain.live() == NOTHING_LIVE
+            assert all(tensor.numel() == 0 for tensor in rank.model.layers[1].weights("attn").values())
+        rank.manager.drain()
+        rank.manager.unmap_imports()
+        rank.manager.release_own()
+
+    dense_ranks(2, body)
 
 
 def test_a_leak_raises_on_its_rank_with_strict_and_aborts_the_group():

@@ -8,12 +8,15 @@ rank that raises before it enters the next collective (the others then wait unti
 import ctypes
 import gc
 import logging
+import threading
 
 import pytest
 import torch
 
 from dwdp.errors import MemoryDomainError, PrefetchRingMemoryError, VerificationError
 from dwdp.runtime import setup_experts as module
+from dwdp.weights import ring as ring_module
+from dwdp.weights.ring import PrefetchRing
 from dwdp.weights.transport import ExpertTransport
 from tests.weights.fake_experts import (
     GRANULE,
@@ -368,7 +371,72 @@ def test_a_ring_that_does_not_fit_is_refused_with_its_remedies_and_restored():
         assert "dense DWDP" in text and "fewer prefetch slots" in text and "a larger N" in text
 
 
-def test_a_model_that_cannot_be_restored_is_marked_unusable_and_nothing_stays_mapped(monkeypatch):
+def test_a_ring_fits_its_share_of_the_host_also_when_a_peer_has_allocated_its_own_first(monkeypatch):
+    """Both rings fit the host, and rank 1 asks when rank 0's is there already."""
+    reference, partition = reference_layers(64), partition_of(2, 64)
+    rings: dict[int, PrefetchRing] = {}
+    first = threading.Event()
+    make, allocate = PrefetchRing.__init__, PrefetchRing.allocate
+
+    def making(self, domain, *args):
+        make(self, domain, *args)
+        rings[domain.rank] = self
+        if domain.rank == 1:
+            assert first.wait(20)
+
+    def allocating(self):
+        allocate(self)
+        if self.domain.rank == 0:
+            first.set()
+
+    monkeypatch.setattr(PrefetchRing, "__init__", making)
+    monkeypatch.setattr(PrefetchRing, "allocate", allocating)
+
+    def body(group, domain, device):
+        _, runtime = set_up(group, reference, partition, domain, device)
+        take_down(runtime, group)
+        return runtime.report["ring_bytes"]
+
+    needed = on_ranks(2, body)
+    rounding = 2 * 6 * 2 * GRANULE  # of both ranks' six handles
+    assert rounding < min(needed), "a host with that much more could not tell the two ways to count apart"
+    first.clear(), rings.clear()
+
+    def available():
+        return sum(needed) + rounding - sum(ring.nbytes for ring in list(rings.values()))
+
+    monkeypatch.setattr(ring_module, "available_bytes", available)
+    assert on_ranks(2, body) == needed
+
+
+def test_every_rank_that_fails_while_it_moves_in_is_named(monkeypatch):
+    take_in = ExpertTransport.take_in
+
+    def failing(self):
+        take_in(self)
+        if self.rank < 2:
+            raise Injected(f"rank {self.rank} is out")
+
+    monkeypatch.setattr(ExpertTransport, "take_in", failing)
+    reference, partition = reference_layers(7), partition_of(3, 7)
+
+    def body(group, domain, device):
+        with pytest.raises(RuntimeError) as caught:
+            set_up(group, reference, partition, domain, device)
+        return str(caught.value)
+
+    text = on_ranks(3, body)[2]
+    assert "rank 0 is out" in text and "rank 1 is out" in text
+
+
+def test_one_rank_says_that_nothing_moves(caplog):
+    reference, partition = reference_layers(7), partition_of(1, 7)
+    with caplog.at_level(logging.INFO, logger="dwdp.runtime"):
+        on_ranks(1, lambda *parts: set_up(parts[0], reference, partition, *parts[1:]))
+    assert "expert DWDP (balanced, 1 x 7 of 7): one rank holds all experts, nothing moves" in caplog.text
+
+
+def test_a_model_that_cannot_be_restored_is_marked_unusable_and_nothing_stays_mapped(monkeypatch, caplog):
     fail_in(SETUP, "_build", 1, monkeypatch)
     reference, partition = reference_layers(7), partition_of(2, 7)
 
@@ -393,6 +461,7 @@ def test_a_model_that_cannot_be_restored_is_marked_unusable_and_nothing_stays_ma
         assert domain.live() == {"handles": 0, "mappings": 0, "ranges": 0, "descriptors": 0}
 
     on_ranks(2, body)
+    assert "rank 1: the experts could not be copied back" in caplog.text and "no room for the rows" in caplog.text
 
 
 def test_an_interrupt_aborts_the_group_and_restores_this_rank(monkeypatch):
@@ -405,6 +474,7 @@ def test_an_interrupt_aborts_the_group_and_restores_this_rank(monkeypatch):
         return original(self)
 
     monkeypatch.setattr(SETUP, "_build", interrupted)
+    told = [threading.Event() for _ in range(3)]
 
     def body(group, domain, device):
         model = build_model(reference, partition, group.rank)
@@ -414,10 +484,13 @@ def test_an_interrupt_aborts_the_group_and_restores_this_rank(monkeypatch):
                 model, group=group, domain=domain, device=device, partition=partition, num_slots=2
             )
         assert unchanged(model, before) and domain.live()["handles"] == 0
+        told[group.rank].set()
+        # Rank 1 stays in the group until its peers were told: its leaving would end their wait too.
+        assert all(event.wait(20) for event in told)
         return str(caught.value)
 
     texts = on_ranks(3, body)
-    assert "rank 1" in texts[0] and "rank 1" in texts[2]
+    assert "aborted" in texts[0] and "rank 1" in texts[0] and "rank 1" in texts[2]
 
 
 def test_tables_that_cannot_be_moved_are_refused_by_name():

@@ -77,6 +77,8 @@ def test_usage_errors_name_the_option_and_its_value(no_rank_is_started, capsys, 
         (["--prompt", "a", "--dtype", "int8"], ["dtype", "int8"]),
         (["--prompt", "a", "--device", "tpu"], ["device", "tpu"]),
         (["--prompt", "a", "--top-p", "2"], ["top_p", "2"]),
+        (["--prompt", "a", "--top-k", "9" * 30], ["top_k", "9" * 30]),
+        (["--prompt", "a\udcff"], ["prompt", "position 1"]),
         (["--prompt-file", "/nowhere/prompts"], ["--prompt-file", "/nowhere/prompts"]),
         (["--prompt", "a", "--config", "/nowhere/c.yaml"], ["/nowhere/c.yaml"]),
     ],
@@ -94,6 +96,8 @@ def test_a_bad_request_is_refused(no_rank_is_started, capsys, tiny, more, words)
         ("ranks: 2\nranks: 2\n", ["ranks", "uplicate"]),
         ("dense_dwdp:\n  enabled: yes\n", ["dense_dwdp.enabled", "yes"]),
         ("dwdp:\n  dwdp_size: 3\n", ["dwdp_size", "3", "2"]),
+        (f"dwdp:\n  page_granules: {10**20}\n", ["dwdp.page_granules", str(10**20)]),
+        (f"dense_dwdp:\n  min_bytes: {10**20}\n", ["dense_dwdp.min_bytes", str(10**20)]),
         ("- 1\n", ["mapping"]),
         ("dwdp: {num_experts_per_worker: 3, num_prefetch_experts: 3}\n", ["3", "8", "4/4"]),
     ],
@@ -262,6 +266,37 @@ def test_however_a_run_is_ended_it_says_so_prints_no_document_and_leaves_nothing
     assert process.returncode == code and out == ""
     assert len(err.splitlines()) == 1 and all(word in err for word in words), err
     assert gone(pids, 1)
+
+
+@pytest.mark.parametrize("seconds", [0.5, 1.0, 2.0])
+def test_two_signals_in_a_row_end_a_run_at_once_at_any_time_and_leave_no_folder(long, tmp_path, seconds):
+    process = start(long, *LONG, env={"TMPDIR": str(tmp_path)})
+    time.sleep(seconds)
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=5)
+    assert out == "" and process.returncode in (130, 143)
+    assert err in ("dwdp: interrupted\n", "dwdp: terminated\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_with_modules_of_the_same_names_and_closed_streams_disturb_nothing(tiny, tmp_path):
+    for name in ("torch", "enum", "token", "dwdp"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('shadowed')")
+    program = [sys.executable, "-P", "-m", "dwdp.tools.cli", *command(tiny, "--prompt", "a", "--ranks", "2")]
+    script = 'exec "$@" <&- 2>&-'
+    process = subprocess.run(
+        ["sh", "-c", script, "sh", *program], cwd=tmp_path, env=child_environment(), capture_output=True, timeout=60
+    )
+    assert process.returncode == 0 and process.stdout and process.stderr == b""
+
+
+def test_what_is_said_on_a_closed_stderr_is_not_said_on_stdout():
+    program = [sys.executable, "-m", "dwdp.tools.cli", *command("/nowhere", "--prompt", "a")]
+    process = subprocess.run(
+        ["sh", "-c", 'exec "$@" 2>&-', "sh", *program], env=child_environment(), capture_output=True, timeout=60
+    )
+    assert (process.returncode, process.stdout) == (2, b"")
 
 
 def test_ranks_leave_when_the_command_is_killed_also_in_the_middle_of_their_start(long):

@@ -77,10 +77,9 @@ def test_a_page_that_fails_gives_every_page_back_once_and_its_error_is_raised(do
     assert sorted(released) == sorted(map(id, made)) and domain.live()["handles"] == 0
 
 
-def test_free_memory_is_the_declared_size_less_what_is_held_or_a_share_of_the_host(domain):
-    domain.create(8192, "x")
-    assert free_host_bytes(domain, declared_bytes=100_000, held_elsewhere=1000, ranks_on_host=4) == 90_808
-    assert free_host_bytes(domain, declared_bytes=100, held_elsewhere=1000, ranks_on_host=4) == 0
-    alone = free_host_bytes(domain, declared_bytes=None, held_elsewhere=0, ranks_on_host=1)
-    shared = free_host_bytes(domain, declared_bytes=None, held_elsewhere=0, ranks_on_host=4)
+def test_free_memory_is_the_declared_size_less_what_is_held_or_a_share_of_the_host():
+    assert free_host_bytes(100_000, held_bytes=9192, ranks_on_host=4) == 90_808
+    assert free_host_bytes(100, held_bytes=9192, ranks_on_host=4) == 0
+    alone = free_host_bytes(None, held_bytes=9192, ranks_on_host=1)
+    shared = free_host_bytes(None, held_bytes=9192, ranks_on_host=4)
     assert 0 < shared < alone / 2

@@ -27,8 +27,16 @@ def _integral(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-NonNegative = Annotated[int, Field(ge=0), BeforeValidator(_integral)]
-Positive = Annotated[int, Field(ge=1), BeforeValidator(_integral)]
+MAX_INTEGER = 2**53 - 1
+"""Largest integer of a config: JSON's largest that every reader takes exactly, and messages can carry it."""
+
+
+def _whole(low: int, high: int = MAX_INTEGER, **more: Any) -> Any:
+    return Annotated[int, Field(ge=low, le=high, **more), BeforeValidator(_integral)]
+
+
+NonNegative = _whole(0)
+Positive = _whole(1)
 
 
 class Section(BaseModel):
@@ -65,7 +73,7 @@ class DwdpConfig(Section):
     num_prefetch_experts: NonNegative = Field(
         0, description="Experts from one rank's start to the next one's; 0 with num_experts_per_worker 0."
     )
-    num_prefetch_slots: Annotated[int, Field(ge=2), BeforeValidator(_integral)] = Field(
+    num_prefetch_slots: _whole(2) = Field(
         2, description="Ring slots for the remote experts of a layer."
     )
     contention_opt: bool = Field(False, description="Batched copies, slices dealt over the peers.")
@@ -77,7 +85,7 @@ class DwdpConfig(Section):
     host_memory_bytes: Positive | None = Field(
         None, description="Size of a host device in bytes; unset: MemAvailable over the ranks on the host."
     )
-    host_granule_bytes: Annotated[int, Field(ge=1, multiple_of=4096), BeforeValidator(_integral)] = Field(
+    host_granule_bytes: _whole(1, multiple_of=4096) = Field(
         65536, description="Granularity of the host domain in bytes, a multiple of 4096."
     )
     page_granules: Positive = Field(8, description="Granules in a ring page.")
@@ -143,7 +151,7 @@ Segments = Annotated[
 ]
 
 with warnings.catch_warnings():
-    # The contract's field name `copy` hides a method of BaseModel that pydantic has deprecated.
+    # The field name `copy` hides a method of BaseModel that pydantic has deprecated.
     warnings.filterwarnings("ignore", message='Field name "copy"')
 
     class DenseConfig(Section):
@@ -162,7 +170,7 @@ with warnings.catch_warnings():
             0, description="0: one store handle; else whole layers per handle of about this many MiB."
         )
         strict: bool = Field(False, description="Demand fetches, leaks and the like are errors.")
-        debug: Annotated[int, Field(ge=0, le=2), BeforeValidator(_integral)] = Field(
+        debug: _whole(0, 2) = Field(
             0, description="1: slots filled with NaN at commit, leaked holders named; 2: also the watchdog."
         )
         load: Literal["whole", "sharded"] = Field("whole", description="How rows are filled.")

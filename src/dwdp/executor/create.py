@@ -70,7 +70,9 @@ class RankExecutor:
         elif self.loop is not None:
             report["counters"]["forwards"] = self.loop.forwards
         if self.model is not None:
-            report["ledger"]["replicated_bytes"] = replicated_bytes(self.model, self.domain)
+            from dwdp.runtime.setup_experts import outside_bytes
+
+            report["ledger"]["replicated_bytes"] = outside_bytes(self.model, self.domain)
         return report
 
     def release(self) -> None:
@@ -151,6 +153,13 @@ def independent_group(settings: RankSettings, rank: int, *, store_exists: bool):
     )
 
 
+def mpi_group(settings: RankSettings, rank: int):
+    """The group of the processes that an MPI launcher started, where nothing says where a store is."""
+    from dwdp.group.mpi import world_group
+
+    return world_group(rank, settings.ranks, socket_dir=settings.socket_dir)
+
+
 def build_rank(
     settings: RankSettings,
     group=None,
@@ -184,18 +193,10 @@ def _build(settings, group, rank, progress, copy_bytes_per_second, trace, stages
     from dwdp.model.loader import load_model
     from dwdp.model.tokenizer import eos_token_ids
 
-    device_name, why = choose_device(settings.device)
+    device_name, _ = choose_device(settings.device)
     dtype = compute_dtype(settings.dtype)
     domain = device = manager = None
     expert_range = None
-    logger.info(
-        "one of %d ranks, on %s (%s), %s, torch kernels; %s",
-        settings.ranks,
-        device_name,
-        why,
-        str(dtype).removeprefix("torch."),
-        "weights replicated" if settings.dwdp is None else "host memory, copies per slice (nothing else asked for)",
-    )
     if settings.dwdp is not None:
         domain, device, manager = _create_managers(settings, group, rank, copy_bytes_per_second, trace, stages)
         expert_range = manager.partition.ranges[group.rank]
@@ -278,22 +279,3 @@ def _tell_peers(group, error: BaseException) -> None:
         group.abort(one_line(error) or type(error).__name__)
     except Exception:
         logger.exception("telling the peers failed")
-
-
-def replicated_bytes(model, domain=None) -> int:
-    """Bytes of the model's distinct live storages that lie outside DWDP's memory.
-
-    Counted are parameters, buffers and plain tensor attributes of every module, each storage once.
-    """
-    import torch
-
-    storages: dict[int, int] = {}
-    for module in model.modules():
-        tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        tensors += [value for value in vars(module).values() if isinstance(value, torch.Tensor)]
-        for tensor in tensors:
-            if tensor.device.type == "meta" or (domain is not None and domain.holds(tensor)):
-                continue
-            storage = tensor.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())

@@ -3,10 +3,9 @@ them."""
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping
 
@@ -15,6 +14,7 @@ import msgspec
 from dwdp import errors
 from dwdp.executor import messages
 from dwdp.executor.messages import Command, Event, Failed, Hello, Log, Progress, RankSettings
+from dwdp.group.parent import make_private_folder, remove_private_folder
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +33,8 @@ ProgressCallback = Callable[[int, str, int, int], None]
 class Frontend:
     """The rank processes of `settings` and the sockets to them. Context manager; `close` is idempotent.
 
-    Not for concurrent use: one call at a time. Raises RankDiedError naming `rank K` from any call when a rank
-    is dead; everything has been ended by then.
+    Not for concurrent use but for `stop`: one call at a time. Raises RankDiedError naming `rank K` from any call
+    when a rank is dead; everything has been ended by then.
     """
 
     def __init__(self, settings: RankSettings, *, on_progress: ProgressCallback | None = None) -> None:
@@ -44,7 +44,7 @@ class Frontend:
         self._on_progress = on_progress or (lambda *_: None)
         self._calls = 0
         self._error: BaseException | None = None
-        self._closed = False
+        self._stopping = self._closed = self._ended = False
         self._launcher = self._socket = self._context = self._store = None
         self._folder = private_folder()
         try:
@@ -94,12 +94,12 @@ class Frontend:
         -> rank -> (answer, frames). Raises what a rank reported; RankDiedError when one died meanwhile.
         """
         if self._error is not None:
-            raise self._error
-        if self._closed:
-            raise errors.DwdpError("the LLM is closed")
+            raise copy.copy(self._error)  # a fresh one: every raise of the same would lengthen its traceback
+        self._raise_if_closed()
         self._raise_for_the_dead()
-        for rank, command in commands.items():
-            self._socket.send_multipart([str(rank).encode(), messages.encode(command)])
+        encoded = {rank: messages.encode_command(command) for rank, command in commands.items()}
+        for rank, data in encoded.items():
+            self._send(rank, data)
         call = {command.call for command in commands.values()}
         answers: dict[int, tuple[Event, list[bytes]]] = {}
         failures: dict[int, Failed] = {}
@@ -115,6 +115,7 @@ class Frontend:
 
         give_up = None
         while len(answers) + len(failures) < len(commands):
+            self._raise_if_closed()
             take_messages()
             if any(failure.fatal for failure in failures.values()):
                 give_up = give_up or time.monotonic() + FAILURE_GRACE_SECONDS
@@ -127,6 +128,23 @@ class Frontend:
         if failures:
             self._raise_failure(failures)
         return answers
+
+    def stop(self) -> None:
+        """Makes a call that another thread is in raise, within a moment; to be followed by `close`."""
+        self._stopping = True
+
+    def _raise_if_closed(self) -> None:
+        if self._closed or self._stopping:
+            raise errors.DwdpError("the LLM is closed")
+
+    def _send(self, rank: int, data: bytes) -> None:
+        import zmq
+
+        try:
+            self._socket.send_multipart([str(rank).encode(), data])
+        except zmq.ZMQError:
+            # Its connection is gone a moment before its agent notices the end; who died is told by the wait.
+            logger.debug("rank %d cannot be reached", rank, exc_info=True)
 
     def _receive(self) -> list[tuple[int, Event, list[bytes]]]:
         """Waits a moment for messages; progress, logs and greetings are dealt with here."""
@@ -172,18 +190,26 @@ class Frontend:
         self.close(at_once=True)
 
     def close(self, *, at_once: bool = False) -> None:
-        """Ends every rank: asked first and then killed, or killed at once. Idempotent; errors are logged."""
-        if self._closed:
+        """Ends every rank: asked first and then killed, or killed at once. Idempotent; errors are logged.
+
+        An interrupt on the way (Ctrl-C) is raised when the ranks have been killed, or by the next `close`.
+        """
+        first, self._closed = not self._closed, True
+        if self._ended:
             return
-        self._closed = True
         try:
-            if not at_once and self._launcher is not None:
+            if first and not at_once and self._launcher is not None:
                 self._ask_to_leave()
         except Exception:
             logger.exception("asking the ranks to leave failed")
+        finally:
+            self._end()
+            self._ended = True
+
+    def _end(self) -> None:
         if self._launcher is not None:
             try:
-                self._launcher.close(kill_after_seconds=0.0 if at_once else SHUTDOWN_SECONDS)
+                self._launcher.close(kill_after_seconds=0.0)  # whoever was asked had its time to leave
             except Exception:
                 logger.exception("ending the rank processes failed")
         self._store = None
@@ -191,12 +217,12 @@ class Frontend:
             self._socket.close(linger=0)
         if self._context is not None:
             self._context.term()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        remove_private_folder(self._folder)
 
     def _ask_to_leave(self) -> None:
         call = self.next_call()
         for rank in self.pids:
-            self._socket.send_multipart([str(rank).encode(), messages.encode(messages.Shutdown(call))])
+            self._send(rank, messages.encode(messages.Shutdown(call)))
         deadline = time.monotonic() + SHUTDOWN_SECONDS
         while len(self._launcher.poll()) < self.ranks and time.monotonic() < deadline:
             self._receive()
@@ -210,11 +236,14 @@ class Frontend:
 
 def private_folder() -> str:
     """A new folder of mode 0700 whose path leaves room for the name of a Unix socket."""
-    folder = tempfile.mkdtemp(prefix="dwdp-")
-    if len(os.fsencode(folder)) > MAX_FOLDER_BYTES:
-        os.rmdir(folder)
-        folder = tempfile.mkdtemp(prefix="dwdp-", dir="/tmp")
-    return folder
+    folder = make_private_folder()
+    try:
+        if len(folder.encode()) <= MAX_FOLDER_BYTES:
+            return folder
+    except UnicodeEncodeError:
+        pass  # bytes that are no UTF-8, as which messages carry it
+    remove_private_folder(folder)
+    return make_private_folder("/tmp")
 
 
 def rebuild_error(failure: Failed) -> Exception:

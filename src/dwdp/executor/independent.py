@@ -1,5 +1,5 @@
 """One of N processes that nobody of ours started: the process is itself a rank, and the group meets in a
-store."""
+store or, under an MPI launcher without one, over MPI."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 
 from dwdp.env import RankPlace
 from dwdp.errors import RankDiedError
-from dwdp.executor.create import build_rank, independent_group
+from dwdp.executor.create import build_rank, independent_group, mpi_group
 from dwdp.executor.prompts import prepare, request_output
 from dwdp.executor.request import RequestOutput, SamplingParams
 from dwdp.executor.settings import Launch
@@ -34,10 +34,14 @@ def run_rank(
     import torch
 
     texts, items = prepare(launch, prompts, params)
-    settings = msgspec.structs.replace(launch.settings, store_host=place.master_addr, store_port=place.master_port)
+    settings = launch.settings
+    if place.has_store:
+        settings = msgspec.structs.replace(settings, store_host=place.master_addr, store_port=place.master_port)
     torch.set_num_threads(max(1, settings.cores // settings.ranks))
     group = None
-    if settings.dwdp is not None:
+    if settings.dwdp is not None and not place.has_store:
+        group = mpi_group(settings, place.rank)
+    elif settings.dwdp is not None:
         group = independent_group(settings, place.rank, store_exists=place.store_exists)
 
     def stop_when_a_rank_died() -> None:
@@ -56,3 +60,25 @@ def run_rank(
         for item, result in zip(mine, results)
     ]
     return outputs, [report]
+
+
+REFUSAL_SECONDS = 10.0
+
+
+def tell_refusal(place: RankPlace, reason: str) -> None:
+    """Tells the other processes that this one refuses the launch before there is a group.
+
+    Over MPI only: without it they would wait in MPI_Init, where nobody could be named; at a store the deadline
+    names who is missing. Never raises.
+    """
+    if place.has_store:
+        return
+    from dwdp.group.mpi import MpiGroup
+    from dwdp.group.mpi_world import mpi_world
+
+    try:
+        mpi_world(REFUSAL_SECONDS)
+        with MpiGroup() as group:
+            group.abort(reason)
+    except Exception as error:
+        logger.debug("the other processes could not be told: %s", error)

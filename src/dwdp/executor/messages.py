@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import msgspec
 
+from dwdp.errors import RequestError
 from dwdp.executor.request import Logprob, SamplingParams
 
 
@@ -154,6 +155,16 @@ _events = msgspec.msgpack.Decoder(Event)
 
 def encode(message: Command | Event) -> bytes:
     return _encoder.encode(message)
+
+
+def encode_command(command: Command) -> bytes:
+    """Raises RequestError for a field that a rank would not take: to it such a message would be fatal."""
+    try:
+        data = encode(command)
+        decode_command(data)
+    except (msgspec.DecodeError, OverflowError, TypeError, UnicodeEncodeError) as error:
+        raise RequestError(f"{type(command).__name__.lower()} cannot be sent to a rank: {error}") from None
+    return data
 
 
 def decode_command(data: bytes) -> Command:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import TYPE_CHECKING
 
 from dwdp.errors import RequestError
 from dwdp.executor.messages import WorkItem, WorkResult
-from dwdp.executor.request import CompletionOutput, RequestOutput, SamplingParams, check_prompt
+from dwdp.executor.request import (
+    CompletionOutput,
+    RequestOutput,
+    SamplingParams,
+    check_prompt,
+    check_text,
+    whole_number,
+)
 
 if TYPE_CHECKING:
     from dwdp.executor.settings import Launch
@@ -47,29 +54,42 @@ def prepare(
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
+    if not _is_sequence(prompts):
+        raise RequestError(f"prompts must be a text, a list of token ids or a list of these, not {_kind(prompts)}")
     listed = list(prompts)
-    if listed and all(_is_number(one) for one in listed):
+    if listed and all(whole_number(one) is not None for one in listed):
         return [listed]
     return listed
 
 
-def _is_number(value: object) -> bool:
-    return hasattr(value, "__index__") and not isinstance(value, bool)
+def _is_sequence(value: object) -> bool:
+    """Whether it holds things in an order: arrays and generators too, a scalar array, bytes and dicts not."""
+    if isinstance(value, (str, bytes, bytearray, memoryview, Mapping, Set)) or getattr(value, "ndim", 1) == 0:
+        return False
+    return hasattr(value, "__iter__")
+
+
+def _kind(value: object) -> str:
+    return type(value).__name__
 
 
 def _token_ids(prompt: Prompt, tokenizer: Tokenizer | None, what: str) -> list[int]:
     if isinstance(prompt, str):
+        check_text(what, prompt)
         if tokenizer is None:
             raise RequestError(f"{what} is text, and the model has no tokenizer.json; give token ids")
         return tokenizer.encode(prompt)
-    if not hasattr(prompt, "__iter__") or isinstance(prompt, (bytes, dict)):
-        raise RequestError(f"{what} must be a text or a list of token ids, not {type(prompt).__name__}")
-    return plain_ids(prompt)
+    return plain_ids(prompt, f"{what} must be a text or a list of token ids")
 
 
-def plain_ids(token_ids: Sequence[int]) -> list[int]:
-    """The ids as Python's integers, also those of numpy and torch; what is no whole number stays as it is."""
-    return [token.__index__() if _is_number(token) else token for token in token_ids]
+def plain_ids(token_ids: Sequence[int], rule: str) -> list[int]:
+    """The ids as Python's integers, also those of numpy and torch; what is no whole number stays as it is.
+
+    Raises RequestError, saying the rule, for something that is no sequence.
+    """
+    if not _is_sequence(token_ids):
+        raise RequestError(f"{rule}, not {_kind(token_ids)}")
+    return [token if (number := whole_number(token)) is None else number for token in token_ids]
 
 
 def _params_of(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
@@ -77,11 +97,16 @@ def _params_of(params: SamplingParams | Sequence[SamplingParams] | None, count: 
         params = SamplingParams()
     if isinstance(params, SamplingParams):
         return [params] * count
-    if len(params) != count or not all(isinstance(one, SamplingParams) for one in params):
-        raise RequestError(
-            f"sampling_params must be one SamplingParams or one a prompt: {count} prompts, {len(params)}"
-        )
-    return params
+    rule = "sampling_params must be one SamplingParams or a list with one a prompt"
+    if not _is_sequence(params):
+        raise RequestError(f"{rule}, not {_kind(params)}")
+    each = list(params)
+    for one in each:
+        if not isinstance(one, SamplingParams):
+            raise RequestError(f"{rule}, not a list that holds {_kind(one)}")
+    if len(each) != count:
+        raise RequestError(f"{rule}, not {len(each)} for {count} prompts")
+    return each
 
 
 def request_output(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import numbers
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -12,19 +14,43 @@ MAX_LOGPROBS = 20
 """Most alternatives a token that `SamplingParams.logprobs` may ask for."""
 
 
-def _whole(name: str, value: object, low: int, high: int | None = None) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise RequestError(f"{name} must be a whole number, got {value!r}")
+def whole_number(value: object) -> int | None:
+    """A whole number of Python, numpy or torch as Python's; None for everything else, truth values included."""
+    if isinstance(value, bool) or "bool" in str(getattr(value, "dtype", "")) or getattr(value, "ndim", 0):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
+def check_whole(name: str, value: object, low: int, high: int | None = None) -> int:
+    """-> the value as Python's integer. Raises RequestError naming the field."""
+    given, value = value, whole_number(value)
+    if value is None:
+        raise RequestError(f"{name} must be a whole number, got {_short(given)}")
     if value < low or (high is not None and value > high):
         bound = f"at least {low}" if high is None else f"from {low} to {high}"
-        raise RequestError(f"{name} must be {bound}, got {value}")
+        raise RequestError(f"{name} must be {bound}, got {_short(value)}")
     return value
 
 
 def _number(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise RequestError(f"{name} must be a finite number, got {value!r}")
-    return float(value)
+    try:
+        number = math.nan if isinstance(value, bool) or not isinstance(value, numbers.Real) else float(value)
+    except OverflowError:  # an integer that no float holds
+        number = math.inf
+    if not math.isfinite(number):
+        raise RequestError(f"{name} must be a finite number, got {_short(value)}")
+    return number
+
+
+def _short(value: object) -> str:
+    """Of a value that may be as long as it likes; Python itself refuses to print very long integers."""
+    if isinstance(value, int) and abs(value) >= 10**100:
+        return "an integer of more than 100 digits"
+    text = repr(value)
+    return text if len(text) <= 200 else text[:197] + "..."
 
 
 @dataclass(frozen=True)
@@ -50,23 +76,34 @@ class SamplingParams:
     n: int = 1
 
     def __post_init__(self) -> None:
-        _whole("max_tokens", self.max_tokens, 1)
+        object.__setattr__(self, "max_tokens", check_whole("max_tokens", self.max_tokens, 1))
         object.__setattr__(self, "temperature", _number("temperature", self.temperature))
         if self.temperature < 0:
             raise RequestError(f"temperature must not be negative, got {self.temperature}")
-        object.__setattr__(self, "top_k", max(0, _whole("top_k", self.top_k, -1)))
+        object.__setattr__(self, "top_k", max(0, check_whole("top_k", self.top_k, -1, 2**63 - 1)))
         object.__setattr__(self, "top_p", _number("top_p", self.top_p))
         if not 0.0 < self.top_p <= 1.0:
             raise RequestError(f"top_p must be over 0 and at most 1, got {self.top_p}")
         if self.seed is not None:
-            _whole("seed", self.seed, 0, 2**63 - 1)
+            object.__setattr__(self, "seed", check_whole("seed", self.seed, 0, 2**63 - 1))
         object.__setattr__(self, "stop", _stop_strings(self.stop))
         if not isinstance(self.ignore_eos, bool):
             raise RequestError(f"ignore_eos must be true or false, got {self.ignore_eos!r}")
         if self.logprobs is not None:
-            _whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        if self.n != 1 or isinstance(self.n, bool):
-            raise RequestError(f"n must be 1, got {self.n!r}: more completions a prompt are not supported yet")
+            object.__setattr__(self, "logprobs", check_whole("logprobs", self.logprobs, 0, MAX_LOGPROBS))
+        object.__setattr__(self, "n", check_whole("n", self.n, 1))
+        if self.n != 1:
+            raise RequestError(f"n must be 1, got {_short(self.n)}: more completions a prompt are not supported yet")
+
+
+def check_text(name: str, text: str) -> None:
+    """Raises RequestError for text that is no Unicode: a surrogate alone, as bytes that are no UTF-8 become."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"{name} is not valid text: {text[error.start]!r} at position {error.start} is no character"
+        ) from None
 
 
 def _stop_strings(value: object) -> tuple[str, ...]:
@@ -74,7 +111,9 @@ def _stop_strings(value: object) -> tuple[str, ...]:
         return ()
     texts = (value,) if isinstance(value, str) else value
     if not isinstance(texts, Sequence) or not all(isinstance(text, str) and text for text in texts):
-        raise RequestError(f"stop must be a text or a list of texts that are not empty, got {value!r}")
+        raise RequestError(f"stop must be a text or a list of texts that are not empty, got {_short(value)}")
+    for text in texts:
+        check_text("stop", text)
     return tuple(texts)
 
 
@@ -136,7 +175,8 @@ def check_prompt(
     check_token_ids(token_ids, vocab_size=vocab_size, what=what)
     if len(token_ids) + params.max_tokens > max_seq_len:
         raise RequestError(
-            f"{what} of {len(token_ids)} tokens + max_tokens {params.max_tokens} is over max_seq_len {max_seq_len}"
+            f"{what} of {len(token_ids)} tokens + max_tokens {_short(params.max_tokens)} is over max_seq_len "
+            f"{max_seq_len}"
         )
 
 
@@ -146,8 +186,9 @@ def check_token_ids(token_ids: Sequence[int], *, vocab_size: int, what: str) -> 
         raise RequestError(f"{what} is empty: at least one token is needed")
     for position, token in enumerate(token_ids):
         if isinstance(token, bool) or not isinstance(token, int):
-            raise RequestError(f"{what}: token ids must be whole numbers, got {token!r} at position {position}")
+            raise RequestError(f"{what}: token ids must be whole numbers, got {_short(token)} at position {position}")
         if not 0 <= token < vocab_size:
             raise RequestError(
-                f"{what}: token id {token} at position {position} is outside the vocabulary, 0 to {vocab_size - 1}"
+                f"{what}: token id {_short(token)} at position {position} is outside the vocabulary, "
+                f"0 to {vocab_size - 1}"
             )

@@ -38,7 +38,9 @@ class RequestSampler:
         if params.temperature == 0:
             # argmax names the first of several maxima: the lowest id at ties
             return int(torch.argmax(logits))
-        kept = filter_logits(logits.double() / params.temperature, top_k=params.top_k, top_p=params.top_p)
+        # the best logit at 0: however small the temperature, none overflows to infinity
+        scaled = (logits.double() - logits.max().double()) / params.temperature
+        kept = filter_logits(scaled, top_k=params.top_k, top_p=params.top_p)
         return int(torch.multinomial(torch.softmax(kept, dim=-1), 1, generator=self._generator))
 
 

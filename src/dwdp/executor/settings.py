@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+import stat
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,14 +50,31 @@ class Launch:
 def model_folder(model: str | os.PathLike) -> Path:
     """The folder of a checkpoint; `nano-k3` is the one that is shipped. Raises CheckpointError for no
     folder."""
-    if str(model) == NANO_MODEL:
-        folder = Path(__file__).resolve().parent.parent / "models" / NANO_MODEL
-    else:
-        folder = Path(model)
-    if not folder.is_dir():
-        what = "is not a folder" if folder.exists() else "does not exist"
-        raise CheckpointError(f"no such model: --model {model} {what} (it is a checkpoint's folder or {NANO_MODEL})")
-    return folder
+    if model == NANO_MODEL:
+        return Path(__file__).resolve().parent.parent / "models" / NANO_MODEL
+    if not isinstance(model, (str, os.PathLike)):
+        raise CheckpointError(f"model must be a path or {NANO_MODEL}, got {model!r}")
+    problem = _folder_problem(os.fspath(model))
+    if problem:
+        raise CheckpointError(f"no such model: --model {model} {problem} (it is a checkpoint's folder or {NANO_MODEL})")
+    return Path(model)
+
+
+def _folder_problem(path: str) -> str | None:
+    """Why `path` is no folder that ranks can be told to read; None when it is one."""
+    if not path:
+        return "is empty"
+    try:
+        os.path.realpath(path).encode()  # messages carry it as UTF-8
+        if not stat.S_ISDIR(os.stat(path).st_mode):
+            return "is not a folder"
+        return None if os.access(path, os.R_OK | os.X_OK) else "cannot be read: Permission denied"
+    except FileNotFoundError:
+        return "does not exist"
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    except ValueError as error:  # a byte 0, or a name that is no UTF-8
+        return f"cannot be a path: {error}"
 
 
 def launch_fields(model: str, config_file: str | os.PathLike | None, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -65,16 +83,21 @@ def launch_fields(model: str, config_file: str | os.PathLike | None, given: Mapp
     Without a file the model folder's own `dwdp.yaml`, where there is one, says how the model is best served
     by several ranks; with one rank or replicated weights its DWDP sections do not apply.
     """
+    validate(ServeConfig, dict(given), what="command line")  # so that a file is not blamed for these values
     shipped = model_folder(model) / SHIPPED_CONFIG
     if config_file is None and not shipped.exists():
         return {"model": model} | dict(given)
     config = files.load_config_file(shipped if config_file is None else config_file, given)
     fields = {name: getattr(config, name) for name in config.model_fields_set}
+    notes = []
     if config_file is None:
-        logger.info("the model's own config %s is used; --config replaces it", shipped)
+        notes.append(f"the model's own config {shipped} is used; --config replaces it")
         if config.replicated or config.ranks == 1:
             fields = {name: value for name, value in fields.items() if name not in ("dwdp", "dense_dwdp")}
-    return {"model": model} | fields
+    if (config.replicated or len(fields) < len(config.model_fields_set)) and (config.dwdp or config.dense_dwdp.enabled):
+        why = "the weights are replicated" if config.replicated else "there is one rank"
+        notes.append(f"the sections dwdp and dense_dwdp of the config do not apply: {why}")
+    return {"model": model, "notes": tuple(notes)} | fields
 
 
 def resolve(
@@ -84,28 +107,28 @@ def resolve(
     dwdp: Mapping[str, Any] | DwdpConfig | None = None,
     dense_dwdp: Mapping[str, Any] | DenseConfig | None = None,
     environ: Mapping[str, str] | None = None,
+    notes: Sequence[str] = (),
     **server_fields: Any,
 ) -> Launch:
     """Checks a launch against config, environment, machine and checkpoint headers.
 
-    server_fields: the other fields of `ServeConfig`. Raises ValueError (ConfigError, GateError,
-    CheckpointError), one line, for everything that can be known before a rank is built.
+    notes: lines for the log, once the launch is accepted. server_fields: the other fields of `ServeConfig`.
+    Raises ValueError (ConfigError, GateError, CheckpointError), one line, for everything that can be known before
+    a rank is built.
     """
     asked = {"ranks": ranks, **server_fields}
     if dense_dwdp is not None:
-        asked["dense_dwdp"] = dense_dwdp if isinstance(dense_dwdp, DenseConfig) else dict(dense_dwdp)
+        asked["dense_dwdp"] = _plain(dense_dwdp)
     validate(ServeConfig, asked, what="LLM")
     if dwdp is not None:
-        asked["dwdp"] = dwdp_section(dwdp if isinstance(dwdp, DwdpConfig) else dict(dwdp), ranks)
+        asked["dwdp"] = dwdp_section(_plain(dwdp), ranks)
     config, lines = files.resolve(validate(ServeConfig, asked, what="LLM"), environ)
-    for line in lines:
-        logger.info("%s", line)
     mode = _check_gate(config, environ)
 
     from dwdp.executor.devices import choose_device
 
     folder = model_folder(model)
-    choose_device(config.device)
+    device, device_why = choose_device(config.device)
     model_config, tokenizer = _read_model(folder)
     partition = None
     if config.dwdp is not None:
@@ -122,7 +145,29 @@ def resolve(
         cores=len(os.sched_getaffinity(0)),
         socket_dir=env.socket_dir(environ),
     )
+    for line in (_choices(config, device, device_why), *notes, *lines):
+        logger.info("%s", line)
+    for line in env.ineffective(environ):
+        logger.warning("%s", line)
     return Launch(settings, model_config, partition, mode, tokenizer)
+
+
+def _choices(config: ServeConfig, device: str, device_why: str) -> str:
+    """Domain, device, kernels and transfer of a launch, each with its reason."""
+    shared = config.dwdp is not None and config.ranks > 1
+    why_not = "weights are replicated" if config.dwdp is None else "one rank holds everything"
+    domain = "host (memfds, the device is a CPU)" if shared else f"none ({why_not})"
+    transfer = "per_slice (batched and gather need CUDA)" if shared else f"none ({why_not})"
+    dtype = "float32 (auto, on a CPU)" if config.dtype == "auto" else f"{config.dtype} (asked for)"
+    return (
+        f"domain {domain}, device {device} ({device_why}), kernels eager torch (a CPU has no others), "
+        f"transfer {transfer}, dtype {dtype}, ranks {config.ranks}"
+    )
+
+
+def _plain(section: Any) -> Any:
+    """A mapping of any kind as a dict; what is none is left to the validation, which names it."""
+    return dict(section) if isinstance(section, Mapping) else section
 
 
 def _check_gate(config: ServeConfig, environ: Mapping[str, str] | None) -> str:

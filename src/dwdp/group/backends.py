@@ -7,9 +7,7 @@ import datetime
 import logging
 import queue
 import secrets
-import shutil
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -21,14 +19,13 @@ import torch.distributed as dist
 
 from dwdp import env
 from dwdp.errors import GroupError, GroupTimeoutError, RankDiedError
-from dwdp.group.comm import Abort, Deadline, Group, Post
-from dwdp.group.ranks import name_ranks
+from dwdp.group.comm import PROGRESS_SECONDS, Abort, Deadline, Group, Post
+from dwdp.group.parent import make_private_folder, remove_private_folder
 
 logger = logging.getLogger(__name__)
 
 FIRST_PAUSE_SECONDS = 0.0002
 LONGEST_PAUSE_SECONDS = 0.02
-PROGRESS_SECONDS = 30.0
 LEAVE_SECONDS = 5.0
 """How long the rank that hosts the store waits at its close for the others to read their last answers."""
 
@@ -102,18 +99,11 @@ class StoreGroup(Group):
                     self._peers.raise_if_gone(rank, f"{post.tag!r} of group {self.name!r}")
                 wanted.remove(rank)
             if deadline.passed:
-                self._raise_timeout(self._missing(keys, wanted, deadline), post, deadline)
+                if missing := self._missing(keys, wanted, deadline):  # else they came at the last moment
+                    self._raise_timeout(missing, post, deadline)
             if deadline.elapsed > next_progress:
                 next_progress += PROGRESS_SECONDS
-                logger.info(
-                    "group %s: rank %d has waited %.0f of %.0f s in %r for %s",
-                    self.name,
-                    self.rank,
-                    deadline.elapsed,
-                    deadline.seconds,
-                    post.tag,
-                    name_ranks(self._missing(keys, wanted, deadline)),
-                )
+                self._log_waiting(self._missing(keys, wanted, deadline), post, deadline)
             time.sleep(min(pause, deadline.remaining))
             pause = min(pause * 1.5, LONGEST_PAUSE_SECONDS)
         # Also now: the last rank to come finds everything there, and the others may have given it up before.
@@ -122,16 +112,6 @@ class StoreGroup(Group):
 
     def _missing(self, keys: list[str], wanted: list[int], deadline: Deadline) -> list[int]:
         return [rank for rank in wanted if not self._store.call("check", [keys[rank]], deadline=deadline)]
-
-    def _raise_timeout(self, missing: list[int], post: Post, deadline: Deadline) -> None:
-        if not missing:
-            return  # they came at the last moment
-        text = (
-            f"{name_ranks(missing)} of {self.size} did not come to {post.tag!r} of group {self.name!r} "
-            f"within {deadline.seconds:g} s (collective {post.number} of {self._phase}; the deadline is "
-            "DWDP_RENDEZVOUS_TIMEOUT_S)"
-        )
-        self._fail(Abort("timeout", self.rank, text))
 
     def _publish(self, abort: Abort) -> None:
         try:
@@ -163,12 +143,12 @@ class StoreGroup(Group):
         self._store.call("set", self._key("done"), b"1", deadline=deadline)
 
     def _make_folder(self) -> str:
-        self._folder = tempfile.mkdtemp(prefix="dwdp-")
+        self._folder = make_private_folder()
         return self._folder
 
     def _remove_folder(self) -> None:
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            remove_private_folder(self._folder)
             self._folder = None
 
     def _release(self) -> None:
@@ -274,23 +254,29 @@ def host_store(host: str = "127.0.0.1", port: int = 0) -> tuple[dist.TCPStore, i
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(1024)
+        numeric, port = listener.getsockname()[:2]
+        # Without a way to the address, as when loopback is down, TCPStore's own attempts take minutes.
+        socket.create_connection((numeric, port), timeout=5.0).close()
     except OSError as error:
         if listener is not None:
             listener.close()
         raise GroupError(
             f"cannot serve the group's store at {host}:{port}: {error.strerror or error}"
         ) from error
-    numeric, port = listener.getsockname()[:2]
     # A plain TCPStore would listen on every address of the machine.
-    store = dist.TCPStore(
-        numeric,
-        port,
-        None,
-        is_master=True,
-        timeout=datetime.timedelta(seconds=60),
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
+    try:
+        store = dist.TCPStore(
+            numeric,
+            port,
+            None,
+            is_master=True,
+            timeout=datetime.timedelta(seconds=60),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        raise GroupError(f"cannot serve the group's store at {host}:{port}: {reason}") from error
     return store, port
 
 
@@ -335,19 +321,35 @@ def connect_store(
             )
         time.sleep(min(pause, deadline.remaining))
         pause = min(pause * 1.5, 0.25)
+    seconds = max(1.0, min(60.0, deadline.remaining))
+    future: Future = Future()
+
+    def connect() -> None:
+        try:
+            future.set_result(
+                dist.TCPStore(
+                    socket.gethostbyname(host) if ":" not in host else host,
+                    port,
+                    None,
+                    is_master=False,
+                    timeout=datetime.timedelta(seconds=seconds),
+                    wait_for_workers=False,
+                )
+            )
+        except BaseException as error:
+            future.set_exception(error)
+
+    # In a thread: TCPStore's greeting has no deadline, and whoever listens there may never answer it.
+    threading.Thread(target=connect, name="dwdp-store-connect", daemon=True).start()
+    text = f"{served_by} does not serve a store at {host}:{port}"
     try:
-        return dist.TCPStore(
-            socket.gethostbyname(host) if ":" not in host else host,
-            port,
-            None,
-            is_master=False,
-            timeout=datetime.timedelta(seconds=max(1.0, min(60.0, deadline.remaining))),
-            wait_for_workers=False,
-        )
-    except RuntimeError as error:
+        return future.result(seconds)
+    except TimeoutError:
         raise GroupTimeoutError(
-            f"{served_by} does not serve a store at {host}:{port}: {str(error).partition(chr(10))[0]}"
-        ) from error
+            f"{text}: something else listens there and did not answer within {seconds:g} s"
+        ) from None
+    except RuntimeError as error:
+        raise GroupTimeoutError(f"{text}: {str(error).partition(chr(10))[0]}") from error
 
 
 def open_store(rank: int, host: str, port: int, *, timeout_seconds: float | None = None) -> dist.TCPStore:

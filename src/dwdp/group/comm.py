@@ -19,13 +19,15 @@ from dwdp import env
 from dwdp.errors import GroupError, GroupTimeoutError, RankDiedError
 from dwdp.group.fds import close_fds
 from dwdp.group.parent import check_socket_folder
-from dwdp.group.ranks import RankInfo, compare_reports, join_problems
+from dwdp.group.ranks import RankInfo, compare_reports, join_problems, name_ranks
 from dwdp.group.sockets import PeerSockets
 
 logger = logging.getLogger(__name__)
 
 PROTOCOL_VERSION = 1
 MAX_ERROR_CHARS = 4000
+PROGRESS_SECONDS = 30.0
+"""How often a rank that waits says for whom."""
 
 PER_RANK_KEYS = frozenset({"rank", "host", "pid", "device", "device_uuid"})
 """Keys of a join's report in which ranks may differ."""
@@ -255,6 +257,25 @@ class Group(ABC):
             f"the ranks of group {self.name!r} are in different collectives (number {own.number}): {by_rank}"
         )
         self._fail(Abort("mismatch", self.rank, text))
+
+    def _raise_timeout(self, missing: Sequence[int], post: Post, deadline: Deadline) -> None:
+        text = (
+            f"{name_ranks(missing)} of {self.size} did not come to {post.tag!r} of group {self.name!r} "
+            f"within {deadline.seconds:g} s (collective {post.number} of {self._phase}; the deadline is "
+            "DWDP_RENDEZVOUS_TIMEOUT_S)"
+        )
+        self._fail(Abort("timeout", self.rank, text))
+
+    def _log_waiting(self, missing: Sequence[int], post: Post, deadline: Deadline) -> None:
+        logger.info(
+            "group %s: rank %d has waited %.0f of %.0f s in %r for %s",
+            self.name,
+            self.rank,
+            deadline.elapsed,
+            deadline.seconds,
+            post.tag,
+            name_ranks(missing),
+        )
 
     def _fail(self, abort: Abort) -> None:
         self._set_aborted(abort)

@@ -29,22 +29,36 @@ from torch.distributed.elastic.rendezvous import (
 
 from dwdp import env
 from dwdp.errors import DwdpError
-from dwdp.group.parent import ParentSocket
+from dwdp.group.parent import ParentSocket, end_with_this_process
 
 logger = logging.getLogger(__name__)
 
-RANK_MODULE = ("-m", "dwdp.executor.rank")
+# -P: the working folder may hold a torch.py or an enum.py of somebody else
+RANK_MODULE = ("-P", "-m", "dwdp.executor.rank")
 START_SECONDS = 60.0
 MONITOR_SECONDS = 0.1
 REAP_SECONDS = 5.0
 """How long a process may take to vanish after SIGKILL before it is reported as stuck in the kernel."""
 
 # Standard output belongs to the front end (`--json` prints one document there) and so does the keyboard.
-# elastic can only redirect to files, so the child sorts its descriptors itself and then becomes the rank.
-_TRAMPOLINE = (
-    "import os, sys; os.dup2(2, 1); os.dup2(os.open(os.devnull, os.O_RDONLY), 0); "
-    "os.execv(sys.argv[1], sys.argv[1:])"
-)
+# elastic can only redirect to files, so the child sorts its descriptors itself and then becomes the rank. One
+# that we were started without becomes the null device: the next file that is opened would take its number.
+# A rank that is stopped (SIGSTOP) reads no end-of-file, so the kernel is to continue it when its parent dies; that
+# the signal comes already at the end of the thread that started it does no harm to a rank that runs.
+_TRAMPOLINE = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, int(signal.SIGCONT), 0, 0, 0)  # PR_SET_PDEATHSIG
+null = os.open(os.devnull, os.O_RDWR)
+try:
+    os.fstat(2)
+except OSError:
+    os.dup2(null, 2)
+os.dup2(null, 0)
+os.dup2(2, 1)
+for number in (0, 1, 2):
+    os.set_inheritable(number, True)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
 
 
 @dataclass(frozen=True)
@@ -105,6 +119,7 @@ class RankLauncher:
         self._parent: ParentSocket | None = None
         self._stop = _Stop()
         self._closed = False
+        end_with_this_process(self)
 
     def start(self) -> None:
         """Starts every rank and returns when each has a process. Raises DwdpError naming one that did not
@@ -167,6 +182,12 @@ class RankLauncher:
     def pids(self) -> dict[int, int]:
         """Rank -> process id, for every rank that was started."""
         return {agent.rank: agent.pid for agent in self._agents if agent.pid is not None}
+
+    def kill(self) -> None:
+        """SIGKILL to every rank that runs, and no wait; takes no lock (see `leave_nothing`)."""
+        for rank, pid in self.pids().items():
+            if rank not in self._exits:
+                _kill_session(pid)
 
     def close(self, kill_after_seconds: float = 5.0) -> None:
         """Ends every rank: SIGTERM, and SIGKILL to what is left after `kill_after_seconds`. Idempotent."""
@@ -298,11 +319,15 @@ class _Agent(LocalElasticAgent):
         except subprocess.TimeoutExpired:
             logger.error("rank %d (pid %d) does not end: stuck in the kernel", self.rank, self.pid)
             return
-        try:
-            # The process led its own session; what it started there goes with it.
-            os.killpg(self.pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):
-            pass
+        _kill_session(self.pid)
+
+
+def _kill_session(pid: int) -> None:
+    """A rank leads its own session; what it started there goes with it."""
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        pass
 
 
 def _literal(arg: str) -> str:

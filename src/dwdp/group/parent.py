@@ -15,8 +15,10 @@ import socket
 import stat
 import tempfile
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 from dwdp.errors import ConfigError
 
@@ -41,6 +43,50 @@ def socket_address(folder: str, name: str) -> Iterator[str]:
         yield f"/proc/self/fd/{descriptor}/{name}"
     finally:
         os.close(descriptor)
+
+
+_private_folders: set[str] = set()
+
+
+def make_private_folder(inside: str | None = None) -> str:
+    """A new folder of mode 0700 for sockets, in `inside` or where TMPDIR says. Raises ConfigError."""
+    try:
+        folder = tempfile.mkdtemp(prefix="dwdp-", dir=inside)
+    except OSError as error:
+        raise ConfigError(f"no folder for sockets can be made (TMPDIR): {error.strerror or error}") from error
+    _private_folders.add(folder)
+    return folder
+
+
+def remove_private_folder(folder: str) -> None:
+    """Idempotent; a folder that cannot be removed is left."""
+    shutil.rmtree(folder, ignore_errors=True)
+    _private_folders.discard(folder)
+
+
+class Children(Protocol):
+    """Processes that end with this one."""
+
+    def kill(self) -> None: ...
+
+
+_children: weakref.WeakSet[Children] = weakref.WeakSet()
+
+
+def end_with_this_process(children: Children) -> None:
+    """`children` is killed by `leave_nothing`, for as long as somebody holds it."""
+    _children.add(children)
+
+
+def leave_nothing() -> None:
+    """Kills the children and removes the private folders of a process that ends without its clean-ups.
+
+    Takes no lock: a signal's handler calls it, whatever its thread was doing.
+    """
+    for children in list(_children):
+        children.kill()
+    for folder in list(_private_folders):
+        remove_private_folder(folder)
 
 
 def check_socket_folder(folder: str, *, create: bool) -> None:
@@ -70,6 +116,20 @@ def check_socket_folder(folder: str, *, create: bool) -> None:
         raise ConfigError(f"{where} has mode {mode:04o}, which lets other users in; it must be 0700")
 
 
+_listening: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def _forget_in_fork() -> None:
+    """A fork of the parent would keep the sockets open, and the children alive, when the parent is gone."""
+    for sock in list(_listening):
+        sock.close()
+    _private_folders.clear()
+    _children.clear()
+
+
+os.register_at_fork(after_in_child=_forget_in_fork)
+
+
 class ParentSocket:
     """The parent's end. Context manager with an idempotent `close()`.
 
@@ -78,8 +138,9 @@ class ParentSocket:
     """
 
     def __init__(self, num_children: int, *, folder: str | None = None) -> None:
-        self._own_folder = tempfile.mkdtemp(prefix="dwdp-") if folder is None else None
+        self._own_folder = make_private_folder() if folder is None else None
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        _listening.add(self._socket)
         self.path = os.path.join(folder or self._own_folder, "parent")
         try:
             if folder is not None:
@@ -100,7 +161,7 @@ class ParentSocket:
         except OSError:
             pass
         if self._own_folder is not None:
-            shutil.rmtree(self._own_folder, ignore_errors=True)
+            remove_private_folder(self._own_folder)
 
     def __enter__(self) -> ParentSocket:
         return self

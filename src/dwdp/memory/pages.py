@@ -57,7 +57,7 @@ def fit_page_bytes(
         if fewest > budget:
             raise MemoryBudgetError(
                 f"the plan needs {fewest} {word} with pages of any size, {budget} are left in the budget; "
-                "use fewer, larger handles or raise the limit"
+                "use fewer, larger handles or raise the limit (mapping_budget, vm.max_map_count, ulimit -Hn)"
             )
     first = page_bytes
     while any(needed_for(page_bytes) > budget for _, needed_for, budget in limits):

@@ -126,7 +126,7 @@ class Checkpoint:
         path = self.path / INDEX_NAME
         if not path.exists():
             return {}
-        weight_map = _read_json(path).get("weight_map")
+        weight_map = read_json(path).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise CheckpointError(f"{path} has no 'weight_map' of tensor names to files")
         for name, file in weight_map.items():
@@ -159,7 +159,7 @@ class Checkpoint:
             )
         try:
             header = json.loads(self._read_bytes(file, 8, length), object_pairs_hook=_unique_keys)
-        except ValueError as error:  # of the JSON, of its UTF-8, of a repeated name
+        except (ValueError, RecursionError) as error:  # of the JSON, of its UTF-8, of a repeated name
             raise CheckpointError(f"{path} has a bad header: {_one_line(error)}") from error
         if not isinstance(header, dict):
             raise CheckpointError(f"{path} has a bad header: not a JSON object")
@@ -224,7 +224,7 @@ def read_config(path: str | os.PathLike) -> dict:
     folder = Path(path)
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a checkpoint folder")
-    return _read_json(folder / "config.json")
+    return read_json(folder / "config.json")
 
 
 def checkpoint_digest(path: str | os.PathLike) -> str:
@@ -238,12 +238,13 @@ def checkpoint_digest(path: str | os.PathLike) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _read_json(path: Path) -> dict:
+def read_json(path: Path) -> dict:
+    """The JSON object in a file; CheckpointError naming the file when there is none."""
     try:
         value = json.loads(path.read_bytes())
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not JSON: {_one_line(error)}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} is not a JSON object")
@@ -267,7 +268,7 @@ def _entry(file: str, name: str, info: object, data_start: int) -> TensorEntry:
     if not isinstance(info, dict):
         raise ValueError("its entry is not an object")
     dtype, shape, offsets = info.get("dtype"), info.get("shape"), info.get("data_offsets")
-    if dtype not in DTYPES:
+    if not isinstance(dtype, str) or dtype not in DTYPES:
         raise ValueError(f"unknown dtype {dtype!r}")
     if not _naturals(shape):
         raise ValueError(f"bad shape {shape!r}")

@@ -14,6 +14,11 @@ from dwdp.errors import ConfigError
 _MODEL_TYPES = ("kimi_k3", "kimi_linear")
 _ACTIVATIONS = ("situ", "silu")
 _LORA_NORM_EPS = 1e-6
+# Far above any model. Whatever a config.json says, building its shapes takes moments and no size overflows 64 bits.
+_MOST_WIDTH = 1 << 20
+_MOST_HEADS = 1 << 16
+_MOST_LAYERS = 10_000
+_MOST_EXPERTS = 100_000
 
 
 @dataclass(frozen=True)
@@ -136,19 +141,19 @@ class _Reader:
             self.missing.append("hidden_act")
         elif act not in _ACTIVATIONS:
             self.problems.append(f"hidden_act {act!r} is unknown (known: {', '.join(_ACTIVATIONS)})")
-        num_experts = self._int("num_experts", default=0, least=0)
+        num_experts = self._int("num_experts", default=0, least=0, most=_MOST_EXPERTS)
         values = dict(
             vocab_size=self._int("vocab_size"),
             hidden_size=self._int("hidden_size"),
-            num_hidden_layers=self._int("num_hidden_layers"),
-            num_attention_heads=self._int("num_attention_heads"),
+            num_hidden_layers=self._int("num_hidden_layers", most=_MOST_LAYERS),
+            num_attention_heads=self._int("num_attention_heads", most=_MOST_HEADS),
             intermediate_size=self._int("intermediate_size"),
             hidden_act=act,
             activation_situ_beta=self._float("activation_situ_beta", required=act == "situ", above=0.0),
             activation_situ_linear_beta=self._float("activation_situ_linear_beta", above=0.0),
             rms_norm_eps=self._float("rms_norm_eps", required=True, above=0.0),
             lora_norm_eps=self._float("lora_norm_eps", above=0.0) or _LORA_NORM_EPS,
-            max_position_embeddings=self._int("max_position_embeddings", default=1 << 20),
+            max_position_embeddings=self._int("max_position_embeddings", default=1 << 20, most=1 << 40),
             q_lora_rank=self._int("q_lora_rank", default=None),
             kv_lora_rank=self._int("kv_lora_rank"),
             qk_nope_head_dim=self._int("qk_nope_head_dim"),
@@ -159,7 +164,7 @@ class _Reader:
             moe_layer_freq=self._int("moe_layer_freq", default=1),
             num_experts=num_experts,
             num_experts_per_token=self._int("num_experts_per_token", default=0, least=0),
-            num_shared_experts=self._int("num_shared_experts", default=0, least=0),
+            num_shared_experts=self._int("num_shared_experts", default=0, least=0, most=_MOST_HEADS),
             moe_intermediate_size=self._int("moe_intermediate_size", default=0, least=0),
             moe_renormalize=self._bool("moe_renormalize", True),
             routed_scaling_factor=self._float("routed_scaling_factor", above=0.0) or 1.0,
@@ -185,7 +190,14 @@ class _Reader:
 
     _REQUIRED = object()
 
-    def _int(self, name: str, default: Any = _REQUIRED, least: int = 1, source: dict | None = None) -> Any:
+    def _int(
+        self,
+        name: str,
+        default: Any = _REQUIRED,
+        least: int = 1,
+        most: int = _MOST_WIDTH,
+        source: dict | None = None,
+    ) -> Any:
         value = (self.text if source is None else source).get(name)
         label = name if source is None else f"linear_attn_config.{name}"
         if value is None:
@@ -194,6 +206,8 @@ class _Reader:
             self.missing.append(label)
         elif isinstance(value, bool) or not isinstance(value, int) or value < least:
             self.problems.append(f"{label} must be an integer of at least {least}, not {value!r}")
+        elif value > most:
+            self.problems.append(f"{label} must be at most {most}, not {value!r}")
         else:
             return value
         return None
@@ -256,7 +270,7 @@ class _Reader:
                 value = []
             lists.append(tuple(value))
         return LinearAttentionConfig(
-            num_heads=self._int("num_heads", source=linear),
+            num_heads=self._int("num_heads", most=_MOST_HEADS, source=linear),
             head_dim=self._int("head_dim", source=linear),
             short_conv_kernel_size=self._int("short_conv_kernel_size", default=4, least=2, source=linear),
             gate_lower_bound=None if bound is None else float(bound),

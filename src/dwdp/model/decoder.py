@@ -12,7 +12,7 @@ from dwdp.model.config import ModelConfig
 from dwdp.model.kda import KimiDeltaAttention
 from dwdp.model.mla import LatentAttention
 from dwdp.model.moe import GatedMLP, LatentMoE, RoutedExperts
-from dwdp.model.norms import RMSNorm, residual_mix
+from dwdp.model.norms import RMSNorm, normal_init, residual_mix
 from dwdp.model.state import ModelState
 
 
@@ -110,7 +110,9 @@ class TextModel(nn.Module):
         where: dict[str, Any] = dict(dtype=dtype, device=device)
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.eps = eps
-        self.embed_tokens = nn.Embedding(config.vocab_size, hidden, **where)
+        self.embed_tokens = nn.Embedding(
+            config.vocab_size, hidden, _weight=normal_init(torch.empty(config.vocab_size, hidden, **where))
+        )
         self.layers = nn.ModuleList(
             DecoderLayer(config, i, **where, **experts) for i in range(config.num_hidden_layers)
         )
@@ -163,6 +165,18 @@ class KimiK3Model(nn.Module):
         self.lm_head = nn.Linear(
             config.hidden_size, config.vocab_size, bias=False, dtype=dtype, device=device
         )
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As in torch. Raises before anything is changed when DWDP has moved these weights, or had them."""
+        from dwdp.runtime.manager import refuse_weight_change
+
+        refuse_weight_change(self)
+        if any(experts.dwdp is not None for experts in self.moe_layers()):
+            raise DwdpError(
+                "expert DWDP shares these experts with other ranks (peers' rows are read-only here): they cannot be "
+                "loaded in place; build and load a new model"
+            )
+        return super().load_state_dict(*args, **kwargs)
 
     def moe_layers(self) -> list[RoutedExperts]:
         """The routed experts of every MoE layer, in model order."""

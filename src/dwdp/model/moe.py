@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dwdp.errors import DwdpError
 from dwdp.model.config import ModelConfig
-from dwdp.model.norms import RMSNorm, gated_activation, wide, widen
+from dwdp.model.norms import RMSNorm, gated_activation, normal_init, wide, widen
 
 EXPERT_FORMATS = ("plain", "mxfp4", "nvfp4")
 
@@ -46,7 +46,7 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
         bias = torch.zeros(config.num_experts, dtype=wide(dtype), device=device)
         self.e_score_correction_bias = nn.Parameter(bias, requires_grad=False)
-        nn.init.normal_(self.weight, std=config.hidden_size**-0.5)
+        normal_init(self.weight, std=config.hidden_size**-0.5)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x: [N, hidden] -> expert ids [N, k], ascending per token, and their fp32 weights [N, k]."""
@@ -113,7 +113,7 @@ class RoutedExperts(nn.Module):
         for name, (shape, kind) in shapes.items():
             table = torch.empty((self.num_rows, *shape), dtype=kind, device=device)
             if expert_format == "plain":
-                table.normal_(std=shape[-1] ** -0.5)
+                normal_init(table, std=shape[-1] ** -0.5)
             self.register_parameter(name, nn.Parameter(table, requires_grad=expert_format == "plain"))
 
     def expert_tables(self) -> dict[str, Tensor]:

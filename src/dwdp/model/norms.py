@@ -23,6 +23,14 @@ def widen(x: Tensor) -> Tensor:
     return x.to(wide(x.dtype))
 
 
+def normal_init(weight: Tensor, std: float = 1.0) -> Tensor:
+    """Fills a weight with normal noise and returns it; a meta tensor, which has no values, is left alone.
+
+    torch would run the noise of a meta tensor through its compiler: seconds of imports, and a folder in TMPDIR.
+    """
+    return weight if weight.is_meta else nn.init.normal_(weight, std=std)
+
+
 def rms_normalise(x: Tensor, eps: float) -> Tensor:
     """x / rms(x) over the last axis, in fp32: x [..., d] -> fp32 [..., d]."""
     x = widen(x)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dwdp.errors import CheckpointError
-from dwdp.model.checkpoint import read_config
+from dwdp.model.checkpoint import read_config, read_json
 
 if TYPE_CHECKING:
     import tokenizers
@@ -81,12 +81,7 @@ def eos_token_ids(path: str | os.PathLike, vocab_size: int) -> tuple[int, ...]:
     sources = [("config.json", config), ("config.json text_config", config.get("text_config"))]
     generation = folder / "generation_config.json"
     if generation.exists():
-        try:
-            sources.append((generation.name, json.loads(generation.read_bytes())))
-        except ValueError as error:
-            raise CheckpointError(
-                f"{generation} is not JSON: {'; '.join(str(error).splitlines())}"
-            ) from error
+        sources.append((generation.name, read_json(generation)))
     eos_ids: set[int] = set()
     problems: list[str] = []
     for where, values in sources:

@@ -48,11 +48,6 @@ class ExpertPartition:
             raise ValueError(f"expert {expert} is not one of the {self.num_experts} experts")
         return next(rank for rank, (start, end) in enumerate(self.ranges) if start <= expert < end)
 
-    def stored_by(self, rank: int) -> range:
-        """The experts that `rank` stores."""
-        self._check_rank(rank)
-        return range(*self.ranges[rank])
-
     def remote_runs(self, rank: int) -> list[tuple[int, int, int]]:
         """Runs (owner, start, end) that cover each expert `rank` does not store exactly once.
 

@@ -42,6 +42,7 @@ class DenseDwdpManager:
         self.report: dict[str, Any] | None = None
         self.experts: ExpertRuntime | None = None  # attached: H0 starts their prefetch
         self.before_h0: Callable[[], None] | None = None
+        self._no_roots_logged = False
 
     def register(self) -> None:
         """Makes this the manager that layers capture."""
@@ -64,7 +65,9 @@ class DenseDwdpManager:
         message = f"dense DWDP is on but no layer of {type(model).__name__} declares dense roots"
         if self.config.required:
             raise DwdpError(f"{message}; switch DWDP_DENSE off, or set DWDP_DENSE_REQUIRED=0 to serve without it")
-        logger.error("%s; its dense weights stay replicated", message)
+        if not self._no_roots_logged:  # asked when the model is built and again by set-up
+            logger.error("%s; its dense weights stay replicated", message)
+        self._no_roots_logged = True
         return False
 
     def setup(

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import gc
 import logging
+import threading
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 logger = logging.getLogger(__name__)
 
+# A search holds every tensor of the process for a moment: ranks that are threads must not see each other's.
+_search_lock = threading.Lock()
+
 
 def find_leaks(originals: list[tuple[StorageWeakRef, str]], *, name_holders: bool) -> list[str]:
     """Originals that something still holds, as text; with `name_holders` what holds them is named."""
-    if any(not ref.expired() for ref, _ in originals):
-        gc.collect()  # a cycle is no holder
     leaks = []
-    for ref, name in originals:
-        if not ref.expired():
-            holders = _holders(ref.cdata) if name_holders else None
-            named = "" if holders is None else f" (held by {'; '.join(holders) or 'no Python object'})"
-            leaks.append(f"{name}{named}")
+    with _search_lock:
+        if any(not ref.expired() for ref, _ in originals):
+            gc.collect()  # a cycle is no holder
+        for ref, name in originals:
+            if not ref.expired():
+                holders = _holders(ref.cdata) if name_holders else None
+                named = "" if holders is None else f" (held by {'; '.join(holders) or 'no Python object'})"
+                leaks.append(f"{name}{named}")
     for leak in leaks:
         logger.warning("dense DWDP: this original is still alive after the commit: %s", leak)
     return leaks

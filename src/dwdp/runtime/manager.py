@@ -170,11 +170,9 @@ class DwdpManager:
             from dwdp.runtime.setup_experts import outside_bytes
             from dwdp.weights.ring import free_host_bytes
 
+            held = self.domain.allocated_bytes + outside_bytes(model, self.domain)
             declared = self.config.host_memory_bytes
-            held = 0 if declared is None else outside_bytes(model, self.domain)
-            return free_host_bytes(
-                self.domain, declared_bytes=declared, held_elsewhere=held, ranks_on_host=self.group.size
-            )
+            return free_host_bytes(declared, held_bytes=held, ranks_on_host=self.group.size)
 
         return free_bytes
 

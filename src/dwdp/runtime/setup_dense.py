@@ -14,6 +14,7 @@ collective. A bad verdict ends set-up on all ranks there, with the original tens
 from __future__ import annotations
 
 import logging
+import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -409,6 +410,8 @@ def _attempt(work: Callable, *args):
     try:
         return None, work(*args)
     except BaseException as error:
+        # The frames' tensors lie over slots that the rollback is about to free.
+        traceback.clear_frames(error.__traceback__)
         return error, None
 
 

@@ -8,13 +8,16 @@
 [Note: verdicts] A rank that fails goes on to the next collective and says so there; then every rank raises
 after that collective, gives back what it made, and its model is as it was. Behind the final vote nothing can
 fail.
+
+[Note: shares of the host] Where no size is declared, a rank's is its share of the memory that the host has
+available right behind the handshake: every rank has loaded and none has begun its ring. A rank that asked the
+host again later would divide what its peers' rings have left, and refuse a ring that fits.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +26,7 @@ import msgspec
 import torch
 
 from dwdp.errors import DwdpError, GroupError, VerificationError
+from dwdp.group.fds import close_fds
 from dwdp.group.ranks import compare_reports, join_problems
 from dwdp.partition.experts import ExpertPartition
 from dwdp.runtime.counters import Counters
@@ -58,15 +62,14 @@ def setup_experts(
     verify_every: int = 0,
     counters: Counters | None = None,
     host_memory_bytes: int | None = None,
-    ranks_on_host: int | None = None,
     dense_would_help: bool = False,
     restorable: bool = True,
 ) -> ExpertRuntime:
     """Moves the routed experts of `model.moe_layers()` into shared memory and returns their runtime.
 
     Every rank of `group` calls it, with its own model holding its rows of `partition` (a group of one rank
-    makes no collective, and its tables stay as they are). host_memory_bytes: declared memory of this rank,
-    else what the host has available is shared by `ranks_on_host` ranks (default the group's size).
+    makes no collective, and its tables stay as they are). host_memory_bytes: declared memory of this rank;
+    None: the group's ranks share what the host has available, see [Note: shares of the host].
     dense_would_help: dense DWDP is a remedy for a ring that does not fit. restorable: False when the model
     cannot be as it was again (dense DWDP has committed); it is then marked unusable instead.
 
@@ -83,21 +86,23 @@ def setup_experts(
         verify_every=verify_every,
         counters=counters,
         host_memory_bytes=host_memory_bytes,
-        ranks_on_host=ranks_on_host,
         dense_would_help=dense_would_help,
         restorable=restorable,
     )  # fmt: skip
     return setup.alone() if len(partition.ranges) == 1 else setup.run()
 
 
-def outside_bytes(model, domain) -> int:
-    """Bytes of the model's distinct live storages outside the domain's memory."""
+def outside_bytes(model, domain=None) -> int:
+    """Bytes of the model's distinct live storages outside the domain's memory.
+
+    Counted are parameters, buffers and plain tensor attributes of every module, each storage once.
+    """
     storages: dict[int, int] = {}
     for module in model.modules():
         tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         tensors += [value for value in vars(module).values() if isinstance(value, torch.Tensor)]
         for tensor in tensors:
-            if not tensor.is_meta and not domain.holds(tensor):
+            if not tensor.is_meta and (domain is None or not domain.holds(tensor)):
                 storage = tensor.untyped_storage()
                 storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
@@ -118,10 +123,12 @@ class _Setup:
         self.ring: PrefetchRing | None = None
         self.runtime: ExpertRuntime | None = None
         self.received: dict[int, list[int]] = {}
+        self.device_bytes: int | None = options["host_memory_bytes"]
 
     def alone(self) -> ExpertRuntime:
         """One rank holds all experts: nothing moves and there is nothing to prefetch."""
         self._describe()
+        logger.info("expert DWDP (%s): one rank holds all experts, nothing moves", self.partition.describe())
         return ExpertRuntime(self.device, [], 0, counters=self.options["counters"], report=self._report())
 
     def run(self) -> ExpertRuntime:
@@ -152,6 +159,8 @@ class _Setup:
         if problems:
             raise DwdpError(f"expert handshake: the ranks disagree: {join_problems(problems)}")
         self.digest = hashlib.sha256(msgspec.json.encode(report, order="sorted")).hexdigest()
+        if self.device_bytes is None:  # see [Note: shares of the host]
+            self.device_bytes = self._free_bytes() + self._held_bytes()
 
     def _handles(self) -> None:
         self._attempt(self._move)
@@ -172,9 +181,14 @@ class _Setup:
         """The same verdict on every rank, from the same messages."""
         if self.error is not None:
             raise self.error
+        failed = [
+            f"rank {rank} failed in phase 'expert handles': {message.error}"
+            for rank, message in enumerate(messages)
+            if message.error is not None
+        ]
+        if failed:
+            raise GroupError(join_problems(failed))
         for rank, message in enumerate(messages):
-            if message.error is not None:
-                raise GroupError(f"rank {rank} failed in phase 'expert handles': {message.error}")
             if message.digest != messages[0].digest:
                 raise GroupError(f"rank {rank} sent handles of other tables than rank 0 (another digest)")
         problems = []
@@ -308,11 +322,12 @@ class _Setup:
         )  # fmt: skip
         return [pack(tensor) for tensor in tensors]
 
+    def _held_bytes(self) -> int:
+        return self.domain.allocated_bytes + outside_bytes(self.model, self.domain)
+
     def _free_bytes(self) -> int:
-        declared = self.options["host_memory_bytes"]
-        held = outside_bytes(self.model, self.domain) if declared is not None else 0
-        ranks = self.options["ranks_on_host"] or self.group.size
-        return free_host_bytes(self.domain, declared_bytes=declared, held_elsewhere=held, ranks_on_host=ranks)
+        held = self._held_bytes()
+        return free_host_bytes(self.device_bytes, held_bytes=held, ranks_on_host=self.group.size)
 
     def _remedies(self) -> list[str]:
         remedies = ["dense DWDP (DWDP_DENSE=1)"] if self.options["dense_would_help"] else []
@@ -344,8 +359,8 @@ class _Setup:
     def _roll_back(self, error: BaseException, *, rebinding: bool) -> None:
         """Gives everything back; the model is as it was, or marked unusable. Never raises over `error`."""
         self.full = self.prepared_small = None
-        for fd in [fd for fds in self.received.values() for fd in fds]:
-            os.close(fd)
+        for fds in self.received.values():
+            close_fds(fds)
         self.received = {}
         restored = self.options["restorable"] and not rebinding
         try:

@@ -8,7 +8,7 @@ import torch
 
 from dwdp.partition.layout import DenseLayout, StorageSpec, ViewSpec
 from dwdp.runtime.dense_schedule import SLOT_COUNTS, slot_name
-from dwdp.weights.plan import CopyPlan, CopySlice
+from dwdp.weights.plan import CopyPlan, CopySlice, round_up
 from dwdp.weights.store import RowStore
 
 NAN_BYTE = 0xFF  # a run of these is NaN in every float type from fp8 to fp64
@@ -17,7 +17,7 @@ NAN_BYTE = 0xFF  # a run of these is NaN in every float type from fp8 to fp64
 def slot_bytes(layout: DenseLayout, granularity: int) -> int:
     """What all slots of a layout allocate, rounding included."""
     sizes = {segment: layout.largest(segment) for segment in SLOT_COUNTS}
-    return sum(count * (-(-sizes[s] // granularity) * granularity) for s, count in SLOT_COUNTS.items())
+    return sum(count * round_up(sizes[s], granularity) for s, count in SLOT_COUNTS.items())
 
 
 @dataclass
@@ -45,7 +45,7 @@ class DenseSlots:
         for segment, count in SLOT_COUNTS.items():
             largest = self.layout.largest(segment)
             for i in range(count if largest else 0):
-                nbytes = -(-largest // granularity) * granularity
+                nbytes = round_up(largest, granularity)
                 handle = self.domain.create(nbytes, f"dense-{segment}{i}")
                 self._handles.append(handle)
                 area = self.domain.reserve(nbytes)
@@ -67,13 +67,6 @@ class DenseSlots:
     def storage_bytes(self, slot: str, storage: StorageSpec) -> torch.Tensor:
         """uint8 [storage.nbytes]: where a storage lies in a slot."""
         return self.slots[slot].data[storage.offset : storage.offset + storage.nbytes]
-
-    def overlaps(self, address: int, nbytes: int) -> str | None:
-        """The slot that shares bytes with [address, address + nbytes), or None."""
-        for slot in self.slots.values():
-            if address < slot.address + slot.data.numel() and slot.address < address + nbytes:
-                return slot.name
-        return None
 
     def fill_with_nan(self) -> None:
         """Makes every read before a copy show itself."""

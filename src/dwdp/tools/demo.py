@@ -13,12 +13,13 @@ MAX_TOKENS = 8
 MIB = 1024 * 1024
 _ROWS = (
     ("moved_bytes", "weights that DWDP manages, full size"),
-    ("stored_bytes", "stored by this rank for all"),
+    ("stored_bytes", "stored by this rank for all, in whole pages"),
     ("ring_bytes", "expert ring"),
     ("slot_bytes", "dense slots"),
     ("freed_bytes", "freed: managed less this rank's share"),
     ("replicated_bytes", "held whole by every rank"),
 )
+_HELD = ("stored_bytes", "ring_bytes", "slot_bytes", "replicated_bytes")
 
 
 def run_demo(*, ranks: int = 2, quiet: bool = False, model: str = NANO_MODEL) -> bool:
@@ -55,4 +56,6 @@ def _print_ledger(spread: list[dict[str, Any]], whole: list[dict[str, Any]]) -> 
     for key, text in _ROWS:
         cells = [report["ledger"][key] / MIB for report in (*spread, whole[0])]
         table.add_row(text, *(f"{cell:.2f}" for cell in cells))
+    held = [sum(report["ledger"][key] for key in _HELD) / MIB for report in (*spread, whole[0])]
+    table.add_row("in memory, sum", *(f"{cell:.2f}" for cell in held))
     Console().print(table)

@@ -10,15 +10,15 @@ from dwdp.memory.pages import PagePool
 from dwdp.weights.transport import OwnTable
 
 
-def free_host_bytes(domain, *, declared_bytes: int | None, held_elsewhere: int, ranks_on_host: int) -> int:
-    """Bytes that are free for this rank on the host domain.
+def free_host_bytes(size: int | None, *, held_bytes: int, ranks_on_host: int) -> int:
+    """Bytes that are free for this rank on the host.
 
-    declared_bytes: the declared size of the "device", of which the domain's own memory and `held_elsewhere`
-    (weights outside the domain) are taken. None: what the host has available, shared by its ranks; memory
-    that is held already is not part of that.
+    size: of this rank's "device" in bytes, of which `held_bytes` (the domain's memory and the weights outside
+    it) are taken. None: what the host has available now, shared by its ranks; memory that is held already is
+    not part of that.
     """
-    if declared_bytes is not None:
-        return max(0, declared_bytes - domain.allocated_bytes - held_elsewhere)
+    if size is not None:
+        return max(0, size - held_bytes)
     return available_bytes() // max(1, ranks_on_host)
 
 

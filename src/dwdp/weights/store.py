@@ -13,6 +13,7 @@ import torch
 
 from dwdp.errors import DwdpError
 from dwdp.partition.layout import DenseLayout
+from dwdp.weights.plan import round_up
 
 
 @dataclass(frozen=True)
@@ -38,13 +39,13 @@ def store_chunks(layout: DenseLayout, chunk_bytes: int, granularity: int) -> tup
     for pos in sorted(layers):
         layer_bytes = sum(layout.blobs[number].row_nbytes for number in layers[pos])
         if offsets and chunk_bytes and end + layer_bytes > chunk_bytes:
-            chunks.append(StoreChunk(offsets, -(-end // granularity) * granularity))
+            chunks.append(StoreChunk(offsets, round_up(end, granularity)))
             offsets, end = {}, 0
         for number in layers[pos]:
             offsets[number] = end
             end += layout.blobs[number].row_nbytes
     if offsets:
-        chunks.append(StoreChunk(offsets, -(-end // granularity) * granularity))
+        chunks.append(StoreChunk(offsets, round_up(end, granularity)))
     return tuple(chunks)
 
 
