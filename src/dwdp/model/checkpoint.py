@@ -288,12 +288,15 @@ def _layout_problems(path: Path, entries: list[TensorEntry], data_start: int, si
     """The data section holds the tensors without overlap, gap or surplus (the format's own rule)."""
     problems: list[str] = []
     end, previous = data_start, None
-    for entry in sorted(entries, key=lambda e: (e.offset, e.nbytes)):
-        if entry.offset + entry.nbytes > size:
-            problems.append(
-                f"{path} is truncated: tensor {entry.name} ends at byte {entry.offset + entry.nbytes} of "
-                f"a file of {size} bytes"
-            )
+    ordered = sorted(entries, key=lambda e: (e.offset, e.nbytes))
+    cut = [entry for entry in ordered if entry.offset + entry.nbytes > size]
+    if cut:
+        last, ends = cut[-1].name, cut[-1].offset + cut[-1].nbytes
+        text = f"{path} is truncated: tensor {last} ends at byte {ends} of a file of {size} bytes"
+        # A cut file lacks everything behind the cut; thousands of names would say no more than their number.
+        more = f", and {len(cut) - 1} tensors before it are cut off too" if len(cut) > 1 else ""
+        problems.append(text + more)
+    for entry in ordered:
         if entry.offset < end:
             problems.append(
                 f"{path} tensor {entry.name} at byte {entry.offset} overlaps {previous}, which ends at {end}"
