@@ -1,0 +1,29 @@
+"""mpich's mpirun for tests: processes of this machine that talk over shared memory."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sysconfig
+
+import pytest
+
+from dwdp import env
+
+SURVIVE = ("sh", "-c", 'trap "" USR1; "$@"; exit $?', "sh")
+"""In front of a program: a process that is killed is an exit code to mpirun, which ends no other for it."""
+
+
+def mpirun(*flags: str) -> list[str]:
+    """The command line up to the number of processes. Skips the test where mpich or mpi4py is not installed."""
+    pytest.importorskip("mpi4py", exc_type=ImportError)
+    path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")])
+    program = shutil.which("mpirun", path=path)
+    if program is None:
+        pytest.skip("mpirun is not installed")
+    return [program, "-launcher", "fork", "-iface", "lo", *flags]
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """Without sockets: UCX would listen on the machine's address for processes of other machines."""
+    return env.child_environment(UCX_TLS="self,posix", OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="FATAL", **extra)
