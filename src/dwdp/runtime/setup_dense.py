@@ -165,7 +165,10 @@ class DenseSetup:
             strict=c.strict,
         )
         if not self.layout.blobs and c.strict:
-            raise DwdpError(f"dense DWDP (strict): no layer has a weight of {c.min_bytes} bytes or more to move")
+            raise DwdpError(
+                f"dense DWDP (strict): no layer has a weight of {c.min_bytes} bytes or more to move; lower min_bytes "
+                "(DWDP_DENSE_MIN_BYTES)"
+            )
         settings = {f"dense_dwdp.{key}": str(getattr(c, key)) for key in COMPARED_SETTINGS}
         layout = {"granularity of memory": str(self.domain.granularity), "layout digest": self.layout.digest}
         weights = {}
