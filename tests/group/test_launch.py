@@ -140,10 +140,9 @@ time.sleep(60)
 """
 
 
-def test_ranks_end_when_the_launching_process_is_killed():
-    parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT], env=env.child_environment(), stdout=subprocess.PIPE, text=True
-    )
+def test_ranks_end_when_the_launching_process_is_killed(tmp_path):
+    environment = env.child_environment(TMPDIR=str(tmp_path))  # nobody is left to remove the sockets' folder
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], env=environment, stdout=subprocess.PIPE, text=True)
     try:
         pids = [int(pid) for pid in parent.stdout.readline().split()]
         assert len(pids) == 3 and all(map(alive, pids))
@@ -164,7 +163,8 @@ with RankLauncher(1, [{}], args_per_rank=[["-c", child]]) as ranks:
     ranks.start()
     while not ranks.poll():
         pass
-    os._exit(ranks.poll()[0].exit_code)
+    code = ranks.poll()[0].exit_code
+os._exit(code)
 """
 
 
