@@ -72,7 +72,7 @@ class HostDomain:
         self.descriptor_budget = Budget(
             "open descriptors",
             limit * 9 // 10 if descriptor_budget is None else descriptor_budget,
-            "use larger pages or handles, or raise the limit (ulimit -Hn)",
+            "raise the hard limit (ulimit -Hn) or use fewer ranks",
         )
         # Counts what the kernel counts: mappings and the holes of ranges.
         self.mapping_budget = Budget(
