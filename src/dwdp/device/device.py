@@ -73,5 +73,8 @@ class Device(Protocol):
     def drain(self) -> BaseException | None:
         """Wait for all work, for teardown: not counted, and what work raised is returned."""
 
+    def recover(self) -> BaseException | None:
+        """As `drain`, and the error of work is forgotten, so that the device can be used for something else."""
+
     def close(self) -> None:
         """Finish all work and end the streams."""

@@ -277,6 +277,13 @@ class HostDevice:
         self._wait_for_all()
         return self.error
 
+    def recover(self) -> BaseException | None:
+        """As `drain`, and the error of work is forgotten: whoever enqueued it has given up what it was for."""
+        error = self.drain()
+        with self._error_lock:
+            self.error = None
+        return error
+
     def close(self) -> None:
         """Finish all work and join the threads. Idempotent; an error of work is logged, not raised."""
         if self._closed:

@@ -77,6 +77,8 @@ class RecordingDevice:
     def drain(self) -> None:
         self._add(None, "sync", None, None, None)
 
+    recover = drain
+
     def close(self) -> None:
         pass
 

@@ -345,13 +345,13 @@ class Group(ABC):
                 check_socket_folder(folder, create=self._socket_dir is not None)
                 name = self._peers.listen(folder)
             except (OSError, ValueError) as failure:
-                error = failure
+                error = self._cause_of(failure)
             names = self.vote_with("listening for peers", error, name)
             error = None
             try:
                 self._peers.connect(folder, names, lambda: self._raise_if_aborted(Deadline(1.0)))
             except BaseException as failure:
-                error = failure
+                error = self._cause_of(failure)
             self.vote("connecting to peers", error)
             self._peers.stop_listening()
         finally:
@@ -363,6 +363,18 @@ class Group(ABC):
             # Not published again: it is there already.
             self._aborted = self._aborted or abort
             raise abort.error(self.name)
+
+    def _cause_of(self, failure: BaseException) -> BaseException:
+        """The abort behind a failure of sockets, where there is one: who aborted leaves, and takes the folder along.
+
+        Without it the others would name a rank that left, or a path that is gone, and not who failed.
+        """
+        if isinstance(failure, (GroupError, OSError)):
+            try:
+                self._raise_if_aborted(Deadline(1.0))
+            except GroupError as abort:
+                return abort
+        return failure
 
     def on_peer_death(self, callback: Callable[[int], None]) -> None:
         """Calls `callback(rank)` once for every rank that dies, from the watching thread; at once for those
@@ -409,7 +421,7 @@ class Group(ABC):
                 check=lambda: self._raise_if_aborted(Deadline(1.0)),
             )
         except BaseException as failure:
-            error = failure
+            error = self._cause_of(failure)
         try:
             self.vote(f"{tag}: descriptors", error)
         except BaseException:

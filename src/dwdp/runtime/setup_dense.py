@@ -291,7 +291,8 @@ class DenseSetup:
         if self.repointed is not None:
             for binding in (b for blob in self.collected.bindings for storage in blob for b in storage):
                 binding.assign(binding.tensor)
-        self.device.drain()  # no copy may run into memory that is given back
+        # No copy may run into memory that is given back; the error of one was this setup's, which is given up.
+        self.device.recover()
         for owner in (self.slots, self.store):
             if owner is not None:
                 owner.close()
