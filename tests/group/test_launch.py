@@ -19,7 +19,9 @@ CHILD = """
 import os, sys, time
 from dwdp.group.parent import watch_parent
 watch_parent(sys.argv[sys.argv.index("--parent-socket") + 1])
-print("rank", sys.argv[sys.argv.index("--rank") + 1], os.environ.get("RANK"), os.environ["MINE"], flush=True)
+number = sys.argv[sys.argv.index("--rank") + 1]
+# one write: the ranks share a stderr, and pieces of their lines would mix
+os.write(1, f"rank {number} {os.environ.get('RANK')} {os.environ['MINE']}\\n".encode())
 time.sleep(60)
 """
 
