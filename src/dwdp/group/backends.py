@@ -20,7 +20,6 @@ import torch.distributed as dist
 from dwdp import env
 from dwdp.errors import GroupError, GroupTimeoutError, RankDiedError
 from dwdp.group.comm import PROGRESS_SECONDS, Abort, Deadline, Group, Post
-from dwdp.group.parent import make_private_folder, remove_private_folder
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +62,6 @@ class StoreGroup(Group):
         self._store = _StoreClient(store, host_rank)
         self._host_rank = host_rank
         self._posted: list[str] = []
-        self._folder: str | None = None
 
     def _key(self, *parts: object) -> str:
         return "/".join((self.name, *map(str, parts)))
@@ -141,15 +139,6 @@ class StoreGroup(Group):
 
     def _refuse_late_joiners(self, deadline: Deadline) -> None:
         self._store.call("set", self._key("done"), b"1", deadline=deadline)
-
-    def _make_folder(self) -> str:
-        self._folder = make_private_folder()
-        return self._folder
-
-    def _remove_folder(self) -> None:
-        if self._folder is not None:
-            remove_private_folder(self._folder)
-            self._folder = None
 
     def _release(self) -> None:
         try:

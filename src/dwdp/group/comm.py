@@ -18,7 +18,7 @@ import msgspec
 from dwdp import env
 from dwdp.errors import GroupError, GroupTimeoutError, RankDiedError
 from dwdp.group.fds import close_fds
-from dwdp.group.parent import check_socket_folder
+from dwdp.group.parent import check_socket_folder, make_private_folder, remove_private_folder
 from dwdp.group.ranks import RankInfo, compare_reports, join_problems, name_ranks
 from dwdp.group.sockets import PeerSockets
 
@@ -116,6 +116,7 @@ class Group(ABC):
         self._phase = "setup"
         self._number = 0
         self._aborted: Abort | None = None
+        self._folder: str | None = None
         self._joined = self._closed = False
         self._peers: PeerSockets | None = None
         self._callback_lock = threading.Lock()
@@ -141,12 +142,15 @@ class Group(ABC):
     def _claim_rank(self, deadline: Deadline) -> None:
         """Raises GroupError when this rank is taken or the group's setup is done."""
 
-    @abstractmethod
     def _make_folder(self) -> str:
         """A private folder for the peers' sockets, removed by `_remove_folder`. Called on rank 0 only."""
+        self._folder = make_private_folder()
+        return self._folder
 
-    @abstractmethod
-    def _remove_folder(self) -> None: ...
+    def _remove_folder(self) -> None:
+        if self._folder is not None:
+            remove_private_folder(self._folder)
+            self._folder = None
 
     @abstractmethod
     def _refuse_late_joiners(self, deadline: Deadline) -> None: ...

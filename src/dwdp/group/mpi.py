@@ -25,7 +25,6 @@ import msgspec
 from dwdp.errors import ConfigError, GroupError
 from dwdp.group.comm import PROGRESS_SECONDS, Abort, Deadline, Group, Post
 from dwdp.group.mpi_world import WITHOUT_MPI, mpi_world
-from dwdp.group.parent import make_private_folder, remove_private_folder
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +146,6 @@ class MpiGroup(Group):
         self._inbox: list[deque[Posted]] = [deque() for _ in range(self.size)]
         self._aborts: dict[str, Abort] = {}
         self._sends: list = []
-        self._folder: str | None = None
         self.on_peer_death(self._lose)
 
     def _lose(self, rank: int) -> None:
@@ -309,15 +307,6 @@ class MpiGroup(Group):
 
     def _refuse_late_joiners(self, deadline: Deadline) -> None:
         """The communicator's ranks are fixed."""
-
-    def _make_folder(self) -> str:
-        self._folder = make_private_folder()
-        return self._folder
-
-    def _remove_folder(self) -> None:
-        if self._folder is not None:
-            remove_private_folder(self._folder)
-            self._folder = None
 
     def _release(self) -> None:
         try:

@@ -338,15 +338,6 @@ class PeerSockets:
             except OSError:
                 pass  # the peer is gone already
 
-    def wait_until_alone(self, seconds: float) -> set[int]:
-        """Waits until every peer has died or left; -> those that have not after `seconds`."""
-        deadline = time.monotonic() + seconds
-        while staying := self._socks.keys() - self.dead - self.left:
-            if time.monotonic() > deadline:
-                return set(staying)
-            time.sleep(0.005)
-        return set()
-
     def close(self) -> None:
         with self._lock:
             if self._closing:
