@@ -17,6 +17,7 @@ import pytest
 from dwdp.env import child_environment
 from tests.executor.checkpoints import write_tiny
 from tests.support import mpirun as mpi
+from tests.support.mpirun import segments  # noqa: F401  (a fixture of this module)
 
 RANKS = 4
 PROMPTS = ("ab", "cd", "efg", "h", "xyz")

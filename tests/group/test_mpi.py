@@ -9,7 +9,12 @@ import pytest
 
 from dwdp.errors import ConfigError
 from dwdp.group import mpi, mpi_world
-from tests.support.mpirun import SURVIVE, environment, mpirun
+from tests.support.mpirun import (
+    SURVIVE,
+    environment,
+    mpirun,
+    segments,  # noqa: F401  (a fixture of this module)
+)
 
 SCRIPT = os.path.join(os.path.dirname(__file__), "mpi_process.py")
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -27,3 +29,13 @@ def mpirun(*flags: str) -> list[str]:
 def environment(**extra: str) -> dict[str, str]:
     """Without sockets: UCX would listen on the machine's address for processes of other machines."""
     return env.child_environment(UCX_TLS="self,posix", OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="FATAL", **extra)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def segments() -> Iterator[None]:
+    """To be imported by a module of MPI tests: mpich leaves the shared memory of processes that were killed."""
+    pattern = "mpich_shm_*"
+    before = set(Path("/dev/shm").glob(pattern))
+    yield
+    for left in set(Path("/dev/shm").glob(pattern)) - before:
+        left.unlink(missing_ok=True)
