@@ -20,6 +20,7 @@ test: setup
 
 check: setup
 	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m pytest tests/test_repository.py
 
 bench: setup

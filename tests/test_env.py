@@ -197,9 +197,7 @@ def test_the_first_complete_set_gives_rank_and_address(environ, source, caplog, 
     assert warnings() == []
 
 
-@pytest.mark.parametrize(
-    "environ", [{}, SLURM, ADDRESS, {"RANK": "0"}, {"RANK": "0", "WORLD_SIZE": "2"}]
-)
+@pytest.mark.parametrize("environ", [{}, SLURM, ADDRESS, {"RANK": "0"}, {"RANK": "0", "WORLD_SIZE": "2"}])
 def test_without_a_complete_set_there_is_no_place(environ):
     assert env.discover_rank(2, environ) is None
 

@@ -299,8 +299,10 @@ def group_token(environ: Environ = None) -> str | None:
     if not is_file:
         # The path of a file that is missing must not become a secret that anybody can guess.
         if text.startswith(("/", "./", "../", "~")):
-            raise ConfigError(f"{found.variable} names a file that does not exist: it accepts a secret text, "
-                              "or the path of a file with it")
+            raise ConfigError(
+                f"{found.variable} names a file that does not exist: it accepts a secret text, "
+                "or the path of a file with it"
+            )
         return text
     try:
         secret = path.read_text(encoding="utf-8").strip()
@@ -422,9 +424,7 @@ def discover_rank(size: int | None = None, environ: Environ = None) -> RankPlace
     if known_size is not None and taken.rank >= known_size:
         raise ConfigError(f"{taken.source}: rank {taken.rank} is not below the number of ranks, {known_size}")
     logger.info("rank and address are taken from %s", taken)
-    return RankPlace(
-        taken.source, taken.rank, known_size, taken.master_addr, taken.master_port, taken.store_exists
-    )
+    return RankPlace(taken.source, taken.rank, known_size, taken.master_addr, taken.master_port, taken.store_exists)
 
 
 def _own_place(environ: Mapping[str, str]) -> tuple[RankPlace | None, list[str]]:
@@ -437,9 +437,7 @@ def _own_place(environ: Mapping[str, str]) -> tuple[RankPlace | None, list[str]]
     return None, missing if len(missing) < len(names) else []
 
 
-def _foreign_place(
-    title: str, pairs: tuple[tuple[str, str], ...], environ: Mapping[str, str]
-) -> RankPlace | None:
+def _foreign_place(title: str, pairs: tuple[tuple[str, str], ...], environ: Mapping[str, str]) -> RankPlace | None:
     pair = next((pair for pair in pairs if all(environ.get(name, "").strip() for name in pair)), None)
     if pair is None:
         return None

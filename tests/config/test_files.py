@@ -163,9 +163,7 @@ def test_a_variable_overrides_its_field_and_the_line_says_which_won():
     }
     asked = ServeConfig(ranks=2, dense_dwdp=DenseConfig(enabled=False, required=False, debug=1))
     config, lines = resolve(asked, environ)
-    assert config.dense_dwdp == DenseConfig(
-        enabled=True, required=False, debug=1, segments=("attn",), min_bytes=77
-    )
+    assert config.dense_dwdp == DenseConfig(enabled=True, required=False, debug=1, segments=("attn",), min_bytes=77)
     assert config.dwdp == DwdpConfig(dwdp_size=2, prefetch_gather=True, sm_reserve=8)
     assert len(lines) == len(environ)
     for name in environ:

@@ -215,8 +215,15 @@ def test_a_refusal_is_one_line_with_every_path_and_value():
         )
     text = str(refused.value)
     assert "\n" not in text and text.startswith("the config: ")
-    for part in ("ranks: ", r"'a\nb'", "dwdp.dwdp_size: ", "given 0", "dwdp.nope: unknown key (given 1)",
-                 "dense_dwdp.debug: ", "given 7"):
+    for part in (
+        "ranks: ",
+        r"'a\nb'",
+        "dwdp.dwdp_size: ",
+        "given 0",
+        "dwdp.nope: unknown key (given 1)",
+        "dense_dwdp.debug: ",
+        "given 7",
+    ):
         assert part in text, part
 
 
@@ -247,5 +254,8 @@ def test_three_wrong_group_shapes_are_three_errors_with_the_numbers():
     with pytest.raises(ValueError, match="num_groups 4 x dwdp_size 2 needs 8 ranks but the world has 2"):
         DwdpConfig(dwdp_size=2, num_groups=4).group_of(0, 2)
     assert [DwdpConfig(dwdp_size=2, num_groups=2).group_of(r, 4) for r in range(4)] == [
-        (0, 0), (0, 1), (1, 0), (1, 1),
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (1, 1),
     ]

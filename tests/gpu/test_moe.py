@@ -15,9 +15,7 @@ def test_grouped_product_equals_the_loop_in_value_and_gradient(width):
     """36 columns are no whole 16 bytes, so there the loop must take over."""
     torch.manual_seed(0)
     config = tiny_model_config(routed_expert_hidden_size=width)
-    experts = RoutedExperts(
-        config, 1, dtype=torch.bfloat16, expert_format="plain", expert_range=(0, 8), device="cuda"
-    )
+    experts = RoutedExperts(config, 1, dtype=torch.bfloat16, expert_format="plain", expert_range=(0, 8), device="cuda")
     x = torch.randn(100, width, dtype=torch.bfloat16, device="cuda", requires_grad=True)
     ids = torch.stack([torch.randperm(7, device="cuda")[:3].sort().values for _ in range(100)])  # 7 is idle
     weights = torch.rand(100, 3, device="cuda", requires_grad=True)
@@ -29,7 +27,5 @@ def test_grouped_product_equals_the_loop_in_value_and_gradient(width):
     torch.testing.assert_close(got, want, atol=2e-2, rtol=2e-2)
     leaves = [x, weights, experts.w13, experts.w2]
     seed = torch.randn_like(got)
-    for a, b in zip(
-        torch.autograd.grad((got * seed).sum(), leaves), torch.autograd.grad((want * seed).sum(), leaves)
-    ):
+    for a, b in zip(torch.autograd.grad((got * seed).sum(), leaves), torch.autograd.grad((want * seed).sum(), leaves)):
         torch.testing.assert_close(a, b, atol=5e-2, rtol=5e-2)

@@ -159,8 +159,12 @@ def descriptors(rank: int, world) -> dict:
         failed = outcome(group.exchange_fds, "bad handles", given, b"")
         close_fds(own)
         group.barrier("end")
-    return {"payloads": [p.decode() for p, _ in entries], "seen": seen, "failed": failed,
-            "leaked": len(os.listdir("/proc/self/fd")) - before}
+    return {
+        "payloads": [p.decode() for p, _ in entries],
+        "seen": seen,
+        "failed": failed,
+        "leaked": len(os.listdir("/proc/self/fd")) - before,
+    }
 
 
 def leaves(rank: int, world) -> dict:

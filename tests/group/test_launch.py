@@ -86,9 +86,7 @@ def test_a_rank_gets_its_number_and_environment_and_its_stdout_goes_to_stderr(ca
 
 
 def test_exit_codes_are_told_and_a_rank_that_ends_by_itself_stops_nobody():
-    code = (
-        "import sys; rank = int(sys.argv[-1]); import time; time.sleep(60 * (rank == 2)); sys.exit(3 * rank)"
-    )
+    code = "import sys; rank = int(sys.argv[-1]); import time; time.sleep(60 * (rank == 2)); sys.exit(3 * rank)"
     with launcher(3, code) as ranks:
         ranks.start()
         wait_for(lambda: len(ranks.poll()) == 2, 5)

@@ -79,9 +79,7 @@ def test_k3_has_the_releases_names_sizes_and_layer_kinds():
     assert [e.layer_index for e in model.moe_layers()] == list(range(1, 93))
     total = count(model) + 92 * (896 - 112) * 33_030_144 + 69 * 32
     assert round(total / 1e9, 1) == 2779.5
-    fp32 = {
-        n.split("self_attn.")[1] for n, p in kda.named_parameters("self_attn") if p.dtype == torch.float32
-    }
+    fp32 = {n.split("self_attn.")[1] for n, p in kda.named_parameters("self_attn") if p.dtype == torch.float32}
     convs = {f"{c}_conv1d.weight" for c in "qkv"}
     assert fp32 == {"A_log", "dt_bias", "o_norm.weight"} | convs
     assert moe.gate.e_score_correction_bias.dtype == torch.float32
@@ -269,9 +267,7 @@ PATHS = {
     "prefill": lambda m: m(token_ids(70), m.new_state(1, 80)),
     "chunks": lambda m: chunked(m, token_ids(70), [10, 30]),
     "decode": lambda m: chunked(m, token_ids(12), [10, 11]),
-    "decode of unequal lengths": lambda m: m(
-        token_ids(1, batch=2), ModelState.stack([_fed(m, 3), _fed(m, 9)])
-    ),
+    "decode of unequal lengths": lambda m: m(token_ids(1, batch=2), ModelState.stack([_fed(m, 3), _fed(m, 9)])),
 }
 
 

@@ -94,9 +94,7 @@ def test_chunk_gradients_equal_the_recurrences(floor):
         out, state = form(*args, **options)
         return torch.autograd.grad((out * weight).sum() + state.square().sum(), args)
 
-    torch.testing.assert_close(
-        gradients(kda_chunk, gate_floor=floor), gradients(kda_recurrent), atol=1e-10, rtol=1e-9
-    )
+    torch.testing.assert_close(gradients(kda_chunk, gate_floor=floor), gradients(kda_recurrent), atol=1e-10, rtol=1e-9)
 
 
 def test_gate_formulas():

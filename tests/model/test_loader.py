@@ -75,9 +75,7 @@ def expected_parameters(tensors, config, dtype, expert_format):
 
 def expert_weight(tensors, module, expert_format, dtype):
     if expert_format == "mxfp4":
-        return quant.dequantise_mxfp4(
-            tensors[f"{module}.weight_packed"], tensors[f"{module}.weight_scale"], dtype
-        )
+        return quant.dequantise_mxfp4(tensors[f"{module}.weight_packed"], tensors[f"{module}.weight_scale"], dtype)
     weight = tensors[f"{module}.weight"]
     if expert_format == "nvfp4":
         scale, factor = tensors[f"{module}.weight_scale"], tensors[f"{module}.weight_scale_2"]
@@ -86,9 +84,7 @@ def expert_weight(tensors, module, expert_format, dtype):
 
 
 @pytest.mark.parametrize("expert_format, fp8", FORMATS)
-@pytest.mark.parametrize(
-    "prefix, shards, dtype", [("", 1, "float32"), (PREFIX, 3, "bf16"), (PREFIX, 1, "fp32")]
-)
+@pytest.mark.parametrize("prefix, shards, dtype", [("", 1, "float32"), (PREFIX, 3, "bf16"), (PREFIX, 1, "fp32")])
 def test_every_parameter_equals_the_reference(tmp_path, expert_format, fp8, prefix, shards, dtype):
     config = tiny_config_dict(hidden_size=192)  # a partial second FP8 block
     options = dict(expert_format=expert_format, fp8_attention=fp8, prefix=prefix, shards=shards)
@@ -102,9 +98,7 @@ def test_every_parameter_equals_the_reference(tmp_path, expert_format, fp8, pref
     for experts in model.moe_layers():
         for e in range(8):
             base = f"model.layers.{experts.layer_index}.block_sparse_moe.experts.{e}"
-            w1, w2, w3 = (
-                expert_weight(tensors, f"{base}.{w}", expert_format, model.dtype) for w in ("w1", "w2", "w3")
-            )
+            w1, w2, w3 = (expert_weight(tensors, f"{base}.{w}", expert_format, model.dtype) for w in ("w1", "w2", "w3"))
             w13, down = experts._weights_of(e)
             assert torch.equal(w13, torch.cat([w1, w3])) and torch.equal(down, w2)
         if expert_format != "plain":
@@ -222,9 +216,7 @@ def test_vision_tensors_are_skipped_by_their_first_part_only(tmp_path):
         prefix="",
     )
     load_model(tmp_path)
-    rewrite(
-        tmp_path, lambda tensors, _: tensors.update({"mm_projector.b": torch.ones(3, dtype=torch.int64)}), ""
-    )
+    rewrite(tmp_path, lambda tensors, _: tensors.update({"mm_projector.b": torch.ones(3, dtype=torch.int64)}), "")
     load_model(tmp_path)
     rewrite(tmp_path, lambda tensors, _: tensors.update({"my.vision_tower.c": torch.ones(2)}), "")
     assert problems(tmp_path) == ["extra tensor my.vision_tower.c (F32 [2])"]
@@ -251,9 +243,9 @@ def test_a_tensor_under_two_names_is_refused(tmp_path):
     rewritten = load_file(tmp_path / "model.safetensors")
     rewritten[twice] = rewritten["lm_head.weight"].clone()
     save_file(rewritten, tmp_path / "model.safetensors")
-    assert problems(tmp_path) == [f"tensors {twice} and lm_head.weight are the same one"] or problems(
-        tmp_path
-    ) == [f"tensors lm_head.weight and {twice} are the same one"]
+    assert problems(tmp_path) == [f"tensors {twice} and lm_head.weight are the same one"] or problems(tmp_path) == [
+        f"tensors lm_head.weight and {twice} are the same one"
+    ]
 
 
 @pytest.mark.parametrize("shape", [(4,), (5,), (128,), (1, 1, 4, 1)])
@@ -479,9 +471,7 @@ def test_quantization_config_is_read_on_top_and_in_text_config(tmp_path, where):
     config = {"model_type": "kimi_k3", "text_config": tiny_config_dict()}
     random_checkpoint(tmp_path, config, expert_format="nvfp4", fp8_attention=True)
     if where == "top":
-        rewrite(
-            tmp_path, lambda _, c: c.update(quantization_config=c["text_config"].pop("quantization_config"))
-        )
+        rewrite(tmp_path, lambda _, c: c.update(quantization_config=c["text_config"].pop("quantization_config")))
     assert load_model(tmp_path).expert_format == "nvfp4"
     if where == "top":
         rewrite(tmp_path, lambda _, c: c["text_config"].update(quantization_config={"quant_method": "x"}))
@@ -524,9 +514,7 @@ def test_table_entries_may_be_parents_patterns_and_lack_the_prefix(tmp_path):
 
 def test_a_table_and_an_ignore_list_that_name_the_same_module_are_refused(tmp_path):
     random_checkpoint(tmp_path, tiny_config_dict(), expert_format="nvfp4")
-    rewrite(
-        tmp_path, lambda _, config: config["quantization_config"].update(ignore=["lm_head", f"*{EXPERT}"])
-    )
+    rewrite(tmp_path, lambda _, config: config["quantization_config"].update(ignore=["lm_head", f"*{EXPERT}"]))
     (problem,) = problems(tmp_path)
     assert f"tensor {PREFIX}{EXPERT}.weight" in problem and f"ignore entry '*{EXPERT}'" in problem
 

@@ -18,9 +18,7 @@ from tests.support.tiny import tiny_model_config
 def moe(dtype=torch.float32, **changes) -> LatentMoE:
     torch.manual_seed(0)
     config = tiny_model_config(**changes)
-    return LatentMoE(
-        config, 1, dtype=dtype, expert_format="plain", expert_range=(0, config.num_experts), device="cpu"
-    )
+    return LatentMoE(config, 1, dtype=dtype, expert_format="plain", expert_range=(0, config.num_experts), device="cpu")
 
 
 def by_formula(block: LatentMoE, x: torch.Tensor) -> torch.Tensor:
@@ -154,9 +152,7 @@ def test_packed_experts_equal_their_dequantised_tables(expert_format):
 
 def test_partial_tables_refuse_to_compute_and_rebind_completes_them():
     config = tiny_model_config()
-    part = RoutedExperts(
-        config, 4, dtype=torch.float32, expert_format="plain", expert_range=(2, 5), device="cpu"
-    )
+    part = RoutedExperts(config, 4, dtype=torch.float32, expert_format="plain", expert_range=(2, 5), device="cpu")
     assert {n: t.shape[0] for n, t in part.expert_tables().items()} == {"w13": 3, "w2": 3}
     ids, weights = torch.tensor([[0, 1, 2]]), torch.ones(1, 3)
     with pytest.raises(DwdpError, match=r"layer 4 holds experts 2\.\.4 of 8"):

@@ -44,17 +44,13 @@ def test_mxfp4_scale_range_and_nan():
     for byte, value in ((0, 2.0**-127), (1, 2.0**-126), (254, 2.0**127)):
         got = quant.dequantise_mxfp4(packed, torch.tensor([[byte]], dtype=torch.uint8), torch.float32)
         assert got[0, 0].item() == value
-    assert (
-        quant.dequantise_mxfp4(packed, torch.tensor([[255]], dtype=torch.uint8), torch.bfloat16).isnan().all()
-    )
+    assert quant.dequantise_mxfp4(packed, torch.tensor([[255]], dtype=torch.uint8), torch.bfloat16).isnan().all()
 
 
 def test_float16_takes_the_range_from_the_product_not_from_the_scale():
     packed, scale = _bytes((4, 16)), torch.full((4, 1), 127 - 20, dtype=torch.uint8)
     got = quant.dequantise_mxfp4(packed, scale, torch.float16)
-    assert (
-        torch.equal(got, quant.dequantise_mxfp4(packed, scale, torch.float32).half()) and got.abs().max() > 0
-    )
+    assert torch.equal(got, quant.dequantise_mxfp4(packed, scale, torch.float32).half()) and got.abs().max() > 0
 
 
 def test_nvfp4_factors_per_matrix_and_per_half():

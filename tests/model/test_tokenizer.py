@@ -67,9 +67,7 @@ def test_without_tokenizer_json_there_is_none_but_ids_are_still_checked(tmp_path
 
 def test_an_id_at_the_vocab_size_is_refused_with_token_and_numbers(tmp_path):
     folder = _folder(tmp_path)
-    with pytest.raises(
-        CheckpointError, match=r"tokenizer.json: token '    ' has id 259, .*vocab_size is 259"
-    ):
+    with pytest.raises(CheckpointError, match=r"tokenizer.json: token '    ' has id 259, .*vocab_size is 259"):
         check_tokenizer(folder, 259)
     check_tokenizer(folder, 260)
 

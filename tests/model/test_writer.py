@@ -81,9 +81,7 @@ def test_shards_cover_every_tensor_once_and_the_index_says_where(tmp_path):
 
 
 def test_more_shards_than_tensors_are_refused_and_one_each_works(tmp_path):
-    tensors = [
-        TensorToWrite(n, torch.float32, (i,), lambda i=i: torch.ones(i)) for i, n in enumerate("abc", 1)
-    ]
+    tensors = [TensorToWrite(n, torch.float32, (i,), lambda i=i: torch.ones(i)) for i, n in enumerate("abc", 1)]
     with pytest.raises(ValueError, match="3 tensors cannot be cut into 4 shards"):
         write_checkpoint(tmp_path, {}, tensors, shards=4)
     write_checkpoint(tmp_path, {}, tensors, shards=3)
@@ -122,9 +120,7 @@ def test_a_saved_model_loads_to_its_bfloat16_values(tmp_path, config, prefix):
     save_checkpoint(tmp_path, model, with_stale, prefix=prefix, shards=2)
     loaded = load_model(tmp_path)
     for name, value in model.named_parameters():
-        kept = name.endswith(
-            ("A_log", "dt_bias", "conv1d.weight", "o_norm.weight", "e_score_correction_bias")
-        )
+        kept = name.endswith(("A_log", "dt_bias", "conv1d.weight", "o_norm.weight", "e_score_correction_bias"))
         want = value if kept else value.bfloat16().float()
         assert torch.equal(dict(loaded.named_parameters())[name], want), name
 

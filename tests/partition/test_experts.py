@@ -13,9 +13,7 @@ from dwdp.partition.experts import ExpertPartition, _kind, handle_geometry
 
 
 def partition(num_ranks, size, stride, num_experts):
-    numbers = SimpleNamespace(
-        dwdp_size=num_ranks, num_experts_per_worker=size, num_prefetch_experts=stride
-    )
+    numbers = SimpleNamespace(dwdp_size=num_ranks, num_experts_per_worker=size, num_prefetch_experts=stride)
     return ExpertPartition.from_config(numbers, num_experts=num_experts)
 
 
@@ -137,14 +135,11 @@ def test_owner_and_remote_runs_cover_each_remote_expert_once(num_ranks):
                     continue
                 got = partition(num_ranks, s, t, e)
                 owners = [
-                    min(r for r in range(num_ranks) if got.ranges[r][0] <= x < got.ranges[r][1])
-                    for x in range(e)
+                    min(r for r in range(num_ranks) if got.ranges[r][0] <= x < got.ranges[r][1]) for x in range(e)
                 ]
                 assert [got.owner(x) for x in range(e)] == owners
                 for rank in range(num_ranks):
-                    covered = [
-                        (x, owner) for owner, start, end in got.remote_runs(rank) for x in range(start, end)
-                    ]
+                    covered = [(x, owner) for owner, start, end in got.remote_runs(rank) for x in range(start, end)]
                     own = range(*got.ranges[rank])
                     assert covered == [(x, owners[x]) for x in range(e) if x not in own]
                     assert all(start < end for _, start, end in got.remote_runs(rank))
@@ -172,9 +167,7 @@ def test_geometry_is_the_smallest_set_of_whole_granules_with_the_rows(b, start, 
     assert got.page_start + got.data_offset == start * b
 
 
-@pytest.mark.parametrize(
-    "b,start,end,g", [(0, 0, 1, 1), (1, 0, 1, 0), (1, 2, 2, 4), (1, -1, 1, 4), (1, 3, 2, 4)]
-)
+@pytest.mark.parametrize("b,start,end,g", [(0, 0, 1, 1), (1, 0, 1, 0), (1, 2, 2, 4), (1, -1, 1, 4), (1, 3, 2, 4)])
 def test_geometry_refuses_empty_ranges_and_sizes_that_are_not_positive(b, start, end, g):
     with pytest.raises(ValueError, match="no handle geometry"):
         handle_geometry(b, start, end, g)

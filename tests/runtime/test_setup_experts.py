@@ -85,19 +85,11 @@ def test_every_bound_layer_has_the_originals_bytes(ranks, experts, size, stride,
             assert counters.copies == 3 * layers + first and runtime.primed
             assert domain.live()["descriptors"] == 0
         else:
-            assert (
-                report["stored_bytes"]
-                == report["ring_bytes"]
-                == counters.copies
-                == domain.allocated_bytes
-                == 0
-            )
+            assert report["stored_bytes"] == report["ring_bytes"] == counters.copies == domain.allocated_bytes == 0
         take_down(runtime, group)
         assert domain.live() == {"handles": 0, "mappings": 0, "ranges": 0, "descriptors": 0}
         if ranks > 1:
-            assert all(
-                t.shape[0] == 0 for layer in model.moe_layers() for t in layer.expert_tables().values()
-            )
+            assert all(t.shape[0] == 0 for layer in model.moe_layers() for t in layer.expert_tables().values())
         return counters.copied_bytes
 
     copied = on_ranks(ranks, body)
@@ -203,9 +195,7 @@ def test_a_failure_on_one_rank_raises_everywhere_and_leaves_nothing(step, rank, 
         model = build_model(reference, partition, group.rank)
         before = snapshot(model)
         with pytest.raises(RuntimeError) as caught:
-            module.setup_experts(
-                model, group=group, domain=domain, device=device, partition=partition, num_slots=2
-            )
+            module.setup_experts(model, group=group, domain=domain, device=device, partition=partition, num_slots=2)
         assert unchanged(model, before) and model.unusable is None
         assert domain.live() == {"handles": 0, "mappings": 0, "ranges": 0, "descriptors": 0}
         assert domain.allocated_bytes == 0
@@ -242,9 +232,7 @@ def test_a_rank_that_is_unlike_the_others_is_named_on_every_rank(change):
         model = build_model(other if group.rank == 0 else reference, mine, group.rank)
         before = snapshot(model)
         with pytest.raises(RuntimeError) as caught:
-            module.setup_experts(
-                model, group=group, domain=domain, device=device, partition=mine, num_slots=2
-            )
+            module.setup_experts(model, group=group, domain=domain, device=device, partition=mine, num_slots=2)
         assert unchanged(model, before)
         return str(caught.value)
 
@@ -264,9 +252,7 @@ def test_copies_that_must_be_equal_and_are_not_are_refused_on_every_rank(what):
             wrong.data.view(-1).view(torch.uint8)[0] ^= 1
         before = snapshot(model)
         with pytest.raises(VerificationError) as caught:
-            module.setup_experts(
-                model, group=group, domain=domain, device=device, partition=partition, num_slots=2
-            )
+            module.setup_experts(model, group=group, domain=domain, device=device, partition=partition, num_slots=2)
         assert unchanged(model, before) and domain.allocated_bytes == 0
         return str(caught.value)
 
@@ -302,9 +288,7 @@ def test_a_flipped_byte_is_caught_before_anything_is_served(monkeypatch):
 
     errors = on_ranks(3, body)
     assert [type(error) for error in errors[:2]] == [VerificationError, VerificationError]
-    assert "layer 1 table w2, expert row 6 copied from rank 2" in str(errors[0]) and "first byte" in str(
-        errors[0]
-    )
+    assert "layer 1 table w2, expert row 6 copied from rank 2" in str(errors[0]) and "first byte" in str(errors[0])
     assert "rank 0 failed in phase 'expert scalars'" in str(errors[2])
 
 
@@ -341,9 +325,7 @@ def test_with_verification_off_or_beside_the_sample_wrong_bytes_are_served(verif
         runtime.bind(0)
         wrong = model.moe_layers()[0].expert_tables()["w2"]
         assert not same_bytes(wrong, reference[0][0]["w2"])
-        assert same_bytes(wrong[:5], reference[0][0]["w2"][:5]) and same_bytes(
-            wrong[6:], reference[0][0]["w2"][6:]
-        )
+        assert same_bytes(wrong[:5], reference[0][0]["w2"][:5]) and same_bytes(wrong[6:], reference[0][0]["w2"][6:])
         del wrong
         take_down(runtime, group)
 
@@ -480,9 +462,7 @@ def test_an_interrupt_aborts_the_group_and_restores_this_rank(monkeypatch):
         model = build_model(reference, partition, group.rank)
         before = snapshot(model)
         with pytest.raises(KeyboardInterrupt if group.rank == 1 else RuntimeError) as caught:
-            module.setup_experts(
-                model, group=group, domain=domain, device=device, partition=partition, num_slots=2
-            )
+            module.setup_experts(model, group=group, domain=domain, device=device, partition=partition, num_slots=2)
         assert unchanged(model, before) and domain.live()["handles"] == 0
         told[group.rank].set()
         # Rank 1 stays in the group until its peers were told: its leaving would end their wait too.
@@ -527,9 +507,7 @@ def test_tables_that_cannot_be_moved_are_refused_by_name():
             if group.rank == 0:
                 spoil(model.moe_layers()[0], domain)
             with pytest.raises((RuntimeError, ValueError)) as caught:
-                module.setup_experts(
-                    model, group=group, domain=domain, device=device, partition=partition, num_slots=2
-                )
+                module.setup_experts(model, group=group, domain=domain, device=device, partition=partition, num_slots=2)
             return str(caught.value)
 
         for message in on_ranks(2, body):
@@ -571,9 +549,7 @@ def test_free_memory_is_logged_before_the_first_collective_and_after(caplog):
         (ring, page), _ = on_ranks(2, body)
     text = "\n".join(record.getMessage() for record in caplog.records)
     assert "balanced, 1 x 4 + 1 x 3 of 7): waiting for all 2 ranks; free memory before setup" in text
-    assert (
-        f"expert ring: {ring} bytes" in text and f"pages of {page} bytes; free memory after the ring" in text
-    )
+    assert f"expert ring: {ring} bytes" in text and f"pages of {page} bytes; free memory after the ring" in text
     assert "free memory after setup" in text
 
 

@@ -69,8 +69,7 @@ def kimi_linear_logits(config: dict[str, Any], tensors: dict[str, Tensor], ids: 
         if f"{mlp}experts.0.w1.weight" in state:
             experts = range(config["num_experts"])
             w1, w2, w3 = (
-                torch.stack([state.pop(f"{mlp}experts.{e}.{w}.weight") for e in experts])
-                for w in ("w1", "w2", "w3")
+                torch.stack([state.pop(f"{mlp}experts.{e}.{w}.weight") for e in experts]) for w in ("w1", "w2", "w3")
             )
             state[f"{mlp}experts.gate_up_proj"] = torch.cat([w1, w3], 1)
             state[f"{mlp}experts.down_proj"] = w2

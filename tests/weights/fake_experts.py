@@ -112,11 +112,7 @@ def snapshot(model):
 def unchanged(model, before):
     now = dict(model.named_parameters())
     ranges = {(layer.first_expert, layer.num_rows) for layer in model.moe_layers()}
-    return (
-        now.keys() == before.keys()
-        and all(same_bytes(now[k], before[k]) for k in before)
-        and len(ranges) == 1
-    )
+    return now.keys() == before.keys() and all(same_bytes(now[k], before[k]) for k in before) and len(ranges) == 1
 
 
 @contextlib.contextmanager

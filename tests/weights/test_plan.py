@@ -27,11 +27,7 @@ PARTITIONS = [
 
 
 def addresses(partition, rank, b, base=1 << 20):
-    peers = {
-        peer: ((peer + 2) << 24, *partition.ranges[peer])
-        for peer in range(len(partition.ranges))
-        if peer != rank
-    }
+    peers = {peer: ((peer + 2) << 24, *partition.ranges[peer]) for peer in range(len(partition.ranges)) if peer != rank}
     return TableAddresses(base, b, peers)
 
 
@@ -50,9 +46,7 @@ def test_a_plan_covers_every_remote_expert_once_inside_its_owners_rows(partition
                 assert partition.owner(expert) == piece.peer != rank
                 assert piece.src + (expert - first) * b == table.source(piece.peer, expert)
         assert written == [e for e in range(partition.num_experts) if not start <= e < end]
-        assert (
-            plan.nbytes == (partition.num_experts - (end - start)) * b == sum(p.nbytes for p in plan.slices)
-        )
+        assert plan.nbytes == (partition.num_experts - (end - start)) * b == sum(p.nbytes for p in plan.slices)
 
 
 @pytest.mark.parametrize("partition", PARTITIONS, ids=lambda p: p.describe())
@@ -91,9 +85,7 @@ def test_a_composite_range_has_room_for_every_expert(b, experts, data, granules)
     # the handle lies where its experts belong
     assert geometry.before + geometry.handle.data_offset == geometry.padding + start * b
     offsets = geometry.page_offsets(page)
-    covered = [(at, at + page) for at in offsets] + [
-        (geometry.before, geometry.before + geometry.handle.nbytes)
-    ]
+    covered = [(at, at + page) for at in offsets] + [(geometry.before, geometry.before + geometry.handle.nbytes)]
     assert sorted(covered)[0][0] == 0 and sorted(covered)[-1][1] == geometry.nbytes
     assert all(a[1] == b[0] for a, b in zip(sorted(covered), sorted(covered)[1:]))
 

@@ -37,9 +37,7 @@ def two():
         for _, transport in pairs:
             transport.detach()
             transport.close()
-            assert transport.domain.live() == dict.fromkeys(
-                ["handles", "mappings", "ranges", "descriptors"], 0
-            )
+            assert transport.domain.live() == dict.fromkeys(["handles", "mappings", "ranges", "descriptors"], 0)
 
 
 def exchange(pairs):
@@ -69,9 +67,7 @@ def test_at_most_one_table_more_than_at_rest_is_in_memory(two, monkeypatch):
     monkeypatch.setattr(transport.domain, "create", create)
     transport.take_in()
     assert len(peaks) == 4 and max(peaks) <= total + largest
-    assert all(
-        transport.domain.holds(t) for layer in model.moe_layers() for t in layer.expert_tables().values()
-    )
+    assert all(transport.domain.holds(t) for layer in model.moe_layers() for t in layer.expert_tables().values())
 
 
 def test_peers_read_what_owners_wrote_and_cannot_write(two):
@@ -142,9 +138,7 @@ def test_all_descriptors_are_counted_before_the_first_handle(two):
 def test_exotic_types_move_bit_for_bit():
     partition = partition_of(2, 5)
     kinds = [torch.bool, torch.float8_e4m3fn, torch.complex64]
-    reference = [
-        ({str(k)[6:]: torch.arange(5 * 16, dtype=torch.uint8).view(5, 16).view(k) for k in kinds}, {})
-    ]
+    reference = [({str(k)[6:]: torch.arange(5 * 16, dtype=torch.uint8).view(5, 16).view(k) for k in kinds}, {})]
     with rank_parts(0) as (domain, _):
         model = build_model(reference, partition, 0)
         before = {name: raw(tensor) for name, tensor in model.named_parameters()}

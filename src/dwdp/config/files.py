@@ -89,9 +89,7 @@ def _override_experts(dwdp: DwdpConfig | None, environ: env.Environ) -> tuple[Dw
     overrides = env.expert_overrides(environ)
     if dwdp is not None:
         return env.override_section(dwdp, overrides, title="dwdp")
-    return None, [
-        f"{one.variable}={one.text} has no effect: expert DWDP is off" for one in overrides.values()
-    ]
+    return None, [f"{one.variable}={one.text} has no effect: expert DWDP is off" for one in overrides.values()]
 
 
 def requested_dense_copy(dense: DenseConfig, environ: env.Environ = None) -> str | None:

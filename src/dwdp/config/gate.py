@@ -100,8 +100,7 @@ def _check_attached(settings: LaunchSettings) -> None:
     _require(size > 1, f"attached dense DWDP needs dwdp_size > 1: dwdp_size is {size}")
     _require(
         tp_size == 1,
-        f"expert DWDP on an attention-DP instance (a dwdp section with tp_size {tp_size}) is neither mode: "
-        + MODES,
+        f"expert DWDP on an attention-DP instance (a dwdp section with tp_size {tp_size}) is neither mode: " + MODES,
     )
     _require(
         not settings.overlap_scheduler,

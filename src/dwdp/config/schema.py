@@ -73,9 +73,7 @@ class DwdpConfig(Section):
     num_prefetch_experts: NonNegative = Field(
         0, description="Experts from one rank's start to the next one's; 0 with num_experts_per_worker 0."
     )
-    num_prefetch_slots: _whole(2) = Field(
-        2, description="Ring slots for the remote experts of a layer."
-    )
+    num_prefetch_slots: _whole(2) = Field(2, description="Ring slots for the remote experts of a layer.")
     contention_opt: bool = Field(False, description="Batched copies, slices dealt over the peers.")
     prefetch_gather: bool = Field(False, description="Move experts by an SM gather.")
     gather_kernel: Literal["auto", "tma", "ldst"] = Field("auto", description="Kernel of the gather.")
@@ -92,9 +90,7 @@ class DwdpConfig(Section):
     mapping_budget: Positive | None = Field(None, description="Most mappings a rank may hold.")
     allow_shared_device: bool = Field(False, description="For tests: several ranks on one GPU.")
     verify: Literal["full", "sample", "off"] = Field("full", description="Check of expert rows in setup.")
-    verify_every: NonNegative = Field(
-        1000, description="Forwards between checks of one layer's rows; 0: never."
-    )
+    verify_every: NonNegative = Field(1000, description="Forwards between checks of one layer's rows; 0: never.")
 
     @model_validator(mode="after")
     def _both_or_neither(self) -> DwdpConfig:

@@ -42,14 +42,10 @@ class Device(Protocol):
     def event(self, name: str) -> Event:
         """A new event; a name that is taken gets a suffix."""
 
-    def record(
-        self, event: Event, stream: Stream, *, slot: str | None = None, layer: int | None = None
-    ) -> None:
+    def record(self, event: Event, stream: Stream, *, slot: str | None = None, layer: int | None = None) -> None:
         """The event is reached when all work now on `stream` is done. Slot and layer are for the trace."""
 
-    def wait(
-        self, stream: Stream, event: Event, *, slot: str | None = None, layer: int | None = None
-    ) -> None:
+    def wait(self, stream: Stream, event: Event, *, slot: str | None = None, layer: int | None = None) -> None:
         """Work enqueued on `stream` from now on runs after the event's latest record."""
 
     def enqueue(

@@ -249,9 +249,7 @@ def host_store(host: str = "127.0.0.1", port: int = 0) -> tuple[dist.TCPStore, i
     except OSError as error:
         if listener is not None:
             listener.close()
-        raise GroupError(
-            f"cannot serve the group's store at {host}:{port}: {error.strerror or error}"
-        ) from error
+        raise GroupError(f"cannot serve the group's store at {host}:{port}: {error.strerror or error}") from error
     # A plain TCPStore would listen on every address of the machine.
     try:
         store = dist.TCPStore(

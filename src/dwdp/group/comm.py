@@ -108,9 +108,7 @@ class Group(ABC):
     ) -> None:
         self.info = RankInfo.here(rank, size)
         self.rank, self.size, self.name = rank, size, name
-        self.timeout_seconds = (
-            env.rendezvous_timeout_seconds() if timeout_seconds is None else timeout_seconds
-        )
+        self.timeout_seconds = env.rendezvous_timeout_seconds() if timeout_seconds is None else timeout_seconds
         self._socket_dir = env.socket_dir() if socket_dir is None else socket_dir
         self._busy = threading.Lock()
         self._phase = "setup"
@@ -254,12 +252,8 @@ class Group(ABC):
         found = {(post.number, post.tag) for post in posts if post is not None}
         if len(found) < 2:
             return
-        by_rank = ", ".join(
-            f"rank {rank} in {post.tag!r}" for rank, post in enumerate(posts) if post is not None
-        )
-        text = (
-            f"the ranks of group {self.name!r} are in different collectives (number {own.number}): {by_rank}"
-        )
+        by_rank = ", ".join(f"rank {rank} in {post.tag!r}" for rank, post in enumerate(posts) if post is not None)
+        text = f"the ranks of group {self.name!r} are in different collectives (number {own.number}): {by_rank}"
         self._fail(Abort("mismatch", self.rank, text))
 
     def _raise_timeout(self, missing: Sequence[int], post: Post, deadline: Deadline) -> None:
@@ -487,8 +481,7 @@ def _shared_devices(reports: Sequence[dict[str, Any]]) -> list[str]:
         if report.get("device_uuid") is not None:
             ranks.setdefault(report["device_uuid"], []).append(rank)
     return [
-        f"ranks {', '.join(map(str, sharing))} are on one device, {uuid}; give each its own or set "
-        "allow_shared_device"
+        f"ranks {', '.join(map(str, sharing))} are on one device, {uuid}; give each its own or set allow_shared_device"
         for uuid, sharing in ranks.items()
         if len(sharing) > 1
     ]

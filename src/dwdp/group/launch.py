@@ -106,9 +106,7 @@ class RankLauncher:
     ) -> None:
         args_per_rank = [RANK_MODULE] * n if args_per_rank is None else args_per_rank
         if n < 1 or len(env_per_rank) != n or len(args_per_rank) != n:
-            raise ValueError(
-                f"{n} ranks, {len(env_per_rank)} environments and {len(args_per_rank)} argument lists"
-            )
+            raise ValueError(f"{n} ranks, {len(env_per_rank)} environments and {len(args_per_rank)} argument lists")
         self.size = n
         self._env_per_rank, self._args_per_rank = env_per_rank, args_per_rank
         self._folder, self._on_exit = folder, on_exit

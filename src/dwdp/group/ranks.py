@@ -42,9 +42,7 @@ def name_ranks(ranks: Iterable[int]) -> str:
     return f"rank{'' if len(ordered) == 1 else 's'} {', '.join(map(str, ordered))}"
 
 
-def compare_reports(
-    reports: Sequence[Mapping[str, object] | None], *, ignore: Collection[str] = ()
-) -> list[str]:
+def compare_reports(reports: Sequence[Mapping[str, object] | None], *, ignore: Collection[str] = ()) -> list[str]:
     """The ways in which the ranks' reports differ; empty when they agree.
 
     Each rank is held against the most common report; without a strict majority every rank is listed with its
@@ -66,9 +64,7 @@ def compare_reports(
         common = next(given[rank] for rank in given if texts[rank] == text)
         for rank, report in given.items():
             for key in _differing([common, report]):
-                problems.append(
-                    f"rank {rank} has {key} {_shown(report, key)}, most ranks have {_shown(common, key)}"
-                )
+                problems.append(f"rank {rank} has {key} {_shown(report, key)}, most ranks have {_shown(common, key)}")
         return problems
     keys = _differing(list(given.values()))
     for rank, report in given.items():

@@ -142,9 +142,7 @@ class PeerSockets:
             if isinstance(error, OSError):
                 if error.errno in (errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE):
                     self.dead.add(peer)
-                    raise RankDiedError(
-                        peer, f"rank {peer} died while the group {self.name!r} was made"
-                    ) from error
+                    raise RankDiedError(peer, f"rank {peer} died while the group {self.name!r} was made") from error
                 raise self._unreachable(peer, folder, error.strerror or str(error)) from error
             raise
 
@@ -161,9 +159,7 @@ class PeerSockets:
             # still has no connection here is dead.
             if died := suspects & missing:
                 self.dead |= died
-                raise RankDiedError(
-                    min(died), f"rank {min(died)} died while the group {self.name!r} was made"
-                )
+                raise RankDiedError(min(died), f"rank {min(died)} died while the group {self.name!r} was made")
             if time.monotonic() > deadline:
                 raise GroupError(
                     f"{name_ranks(missing)} did not connect to rank {self.rank} within "
@@ -181,11 +177,7 @@ class PeerSockets:
             sock.settimeout(1.0)
             pid = self._check_uid(sock, "a process")
             hello = _decoder.decode(sock.recv(4096))
-            if (
-                not isinstance(hello, Hello)
-                or hello.group != self.name
-                or not self.rank < hello.rank < self.size
-            ):
+            if not isinstance(hello, Hello) or hello.group != self.name or not self.rank < hello.rank < self.size:
                 raise GroupError(f"unexpected greeting {hello}")
             if hello.rank in self._socks:
                 raise GroupError(f"rank {hello.rank} connected twice")
@@ -237,9 +229,7 @@ class PeerSockets:
 
     def _start_watching(self) -> None:
         self._wake = os.eventfd(0, os.EFD_CLOEXEC)
-        self._thread = threading.Thread(
-            target=self._watch, name=f"dwdp-peers-{self.name}-{self.rank}", daemon=True
-        )
+        self._thread = threading.Thread(target=self._watch, name=f"dwdp-peers-{self.name}-{self.rank}", daemon=True)
         self._thread.start()
 
     def _watch(self) -> None:
@@ -283,9 +273,7 @@ class PeerSockets:
         if peer in self.dead:
             raise RankDiedError(peer, f"rank {peer} died; rank {self.rank} needed it in {what}")
         if peer in self.left:
-            raise GroupError(
-                f"rank {peer} left the group {self.name!r}; rank {self.rank} needed it in {what}"
-            )
+            raise GroupError(f"rank {peer} left the group {self.name!r}; rank {self.rank} needed it in {what}")
 
     # -- descriptors
 

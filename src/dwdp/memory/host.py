@@ -114,9 +114,7 @@ class HostDomain:
             size = os.fstat(fd).st_size
             if size != nbytes:
                 # Reading behind the end of a file is SIGBUS.
-                raise MemoryDomainError(
-                    f"an imported handle has {size} bytes where its owner announced {nbytes} bytes"
-                )
+                raise MemoryDomainError(f"an imported handle has {size} bytes where its owner announced {nbytes} bytes")
             with self._lock:
                 self.descriptor_budget.check(1, f"an imported handle of rank {self.rank}")
                 return self._add_handle(Handle(self, "imported", nbytes, fd, imported=True))

@@ -92,9 +92,7 @@ class ModelConfig:
 
     def is_moe(self, index: int) -> bool:
         """Whether the 0-based layer `index` has routed experts (else a dense MLP)."""
-        return (
-            self.num_experts > 0 and index >= self.first_k_dense_replace and index % self.moe_layer_freq == 0
-        )
+        return self.num_experts > 0 and index >= self.first_k_dense_replace and index % self.moe_layer_freq == 0
 
     @property
     def moe_layer_indices(self) -> tuple[int, ...]:
@@ -129,9 +127,7 @@ class _Reader:
         for where, source in (("", self.top), ("text_config.", self.text)):
             kind = source.get("model_type")
             if kind not in _MODEL_TYPES:
-                raise ConfigError(
-                    f"{where}model_type is {kind!r}; this program serves {' and '.join(_MODEL_TYPES)}"
-                )
+                raise ConfigError(f"{where}model_type is {kind!r}; this program serves {' and '.join(_MODEL_TYPES)}")
         linear = self.text.get("linear_attn_config")
         if not isinstance(linear, dict):
             raise ConfigError("the model config lacks linear_attn_config (a JSON object)")
@@ -248,12 +244,8 @@ class _Reader:
 
     def _linear(self, linear: dict[str, Any]) -> LinearAttentionConfig:
         bound = linear.get("gate_lower_bound")
-        if bound is not None and (
-            isinstance(bound, bool) or not isinstance(bound, (int, float)) or bound >= 0
-        ):
-            self.problems.append(
-                f"linear_attn_config.gate_lower_bound must be null or below 0, not {bound!r}"
-            )
+        if bound is not None and (isinstance(bound, bool) or not isinstance(bound, (int, float)) or bound >= 0):
+            self.problems.append(f"linear_attn_config.gate_lower_bound must be null or below 0, not {bound!r}")
             bound = None
         lists = []
         for name in ("kda_layers", "full_attn_layers"):
@@ -261,12 +253,8 @@ class _Reader:
             if value is None:
                 self.missing.append(f"linear_attn_config.{name}")
                 value = []
-            elif not isinstance(value, list) or any(
-                isinstance(i, bool) or not isinstance(i, int) for i in value
-            ):
-                self.problems.append(
-                    f"linear_attn_config.{name} must be a list of layer numbers, not {value!r}"
-                )
+            elif not isinstance(value, list) or any(isinstance(i, bool) or not isinstance(i, int) for i in value):
+                self.problems.append(f"linear_attn_config.{name} must be a list of layer numbers, not {value!r}")
                 value = []
             lists.append(tuple(value))
         return LinearAttentionConfig(
@@ -322,6 +310,4 @@ class _Reader:
                 self.problems.append(f"{name} is {value!r}; only {served!r} is served")
         heads, kv_heads = (self.text.get(n) for n in ("num_attention_heads", "num_key_value_heads"))
         if kv_heads is not None and kv_heads != heads:
-            self.problems.append(
-                f"num_key_value_heads {kv_heads!r} differs from num_attention_heads {heads!r}"
-            )
+            self.problems.append(f"num_key_value_heads {kv_heads!r} differs from num_attention_heads {heads!r}")

@@ -162,9 +162,7 @@ class KimiK3Model(nn.Module):
             expert_format=expert_format,
             expert_range=(0, config.num_experts) if expert_range is None else expert_range,
         )
-        self.lm_head = nn.Linear(
-            config.hidden_size, config.vocab_size, bias=False, dtype=dtype, device=device
-        )
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype, device=device)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As in torch. Raises before anything is changed when DWDP has moved these weights, or had them."""

@@ -145,9 +145,7 @@ def read_formats(path: Path, config: dict[str, Any]) -> Formats:
     nested = text.get("quantization_config") if isinstance(text, dict) else None
     top = config.get("quantization_config")
     if nested is not None and top is not None and nested != top:
-        raise CheckpointError(
-            f"{path}/config.json has two different quantization_config: on top, in text_config"
-        )
+        raise CheckpointError(f"{path}/config.json has two different quantization_config: on top, in text_config")
     quantization = nested if nested is not None else top
     where = f"{path}/config.json quantization_config"
     if quantization is None:

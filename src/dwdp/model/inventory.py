@@ -77,14 +77,10 @@ class Inventory:
         extra = [f"extra tensor {entry.name} ({entry.describe()})" for entry in self._left.values()]
         return sorted(self._problems + extra)
 
-    def _tensor(
-        self, name: str, dtypes: tuple[str, ...], shapes: tuple[tuple[int, ...], ...], suffix=""
-    ) -> Found:
+    def _tensor(self, name: str, dtypes: tuple[str, ...], shapes: tuple[tuple[int, ...], ...], suffix="") -> Found:
         entry = self._left.pop(name, None)
         if entry is None:
-            self._problems.append(
-                f"missing tensor {self._prefix}{name} ({'/'.join(dtypes)} {list(shapes[0])})"
-            )
+            self._problems.append(f"missing tensor {self._prefix}{name} ({'/'.join(dtypes)} {list(shapes[0])})")
         elif entry.dtype not in dtypes or entry.shape not in shapes:
             self._problems.append(
                 f"tensor {entry.name} is {entry.describe()}, not {'/'.join(dtypes)} {list(shapes[0])}"
@@ -99,9 +95,7 @@ class Inventory:
         entry = self._left.get(expected.name)
         shape = entry.shape if entry is not None else ()
         padded = len(shape) == 1 and shape[0] >= heads
-        return self._tensor(
-            expected.name, _FLOATS, (shape,) if padded else (expected.shape, (1, 1, heads, 1))
-        )
+        return self._tensor(expected.name, _FLOATS, (shape,) if padded else (expected.shape, (1, 1, heads, 1)))
 
     def _module(self, expected: Expected) -> Found:
         module, declared = expected.name, self._formats.declared(expected.name)
@@ -142,8 +136,7 @@ class Inventory:
         if entry is None or actual in (None, declared.format) or (actual == "plain" and declared.optional):
             return ""
         return (
-            f"tensor {weight} is {entry.describe()}, which is {actual}, but {declared.entry} "
-            f"makes it {declared.format}"
+            f"tensor {weight} is {entry.describe()}, which is {actual}, but {declared.entry} makes it {declared.format}"
         )
 
 
@@ -157,9 +150,7 @@ def _format_of(present: dict[str, TensorEntry]) -> str | None:
     return {"U8": "nvfp4", "F8_E4M3": "fp8"}.get(dtype, "plain" if dtype in _FLOATS else None)
 
 
-def _layout(
-    format: str, shape: tuple[int, ...]
-) -> dict[str, tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]]:
+def _layout(format: str, shape: tuple[int, ...]) -> dict[str, tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]]:
     """suffix -> (dtypes, shapes) of the tensors of one [out, in] weight."""
     rows, columns = shape
     if format == "mxfp4":

@@ -32,9 +32,7 @@ def kda_gate(f: Tensor, a_log: Tensor, dt_bias: Tensor, lower_bound: float | Non
     return lower_bound * torch.sigmoid(rate * f)
 
 
-def kda_recurrent(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor]:
+def kda_recurrent(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     """The recurrence, token by token, all fp32.
 
     q, k, g: [B, T, H, K]; v: [B, T, H, V]; beta: [B, T, H];
@@ -81,9 +79,7 @@ def _kda_segment(
     num_tokens = q.shape[1]
     # Padding with k = v = 0, beta = 0, g = 0 leaves outputs and state exact.
     pad = -num_tokens % CHUNK
-    q, k, v, g = (
-        F.pad(x, (0, 0, 0, 0, 0, pad)).transpose(1, 2).unflatten(2, (-1, CHUNK)) for x in (q, k, v, g)
-    )
+    q, k, v, g = (F.pad(x, (0, 0, 0, 0, 0, pad)).transpose(1, 2).unflatten(2, (-1, CHUNK)) for x in (q, k, v, g))
     beta = F.pad(beta, (0, 0, 0, pad)).transpose(1, 2).unflatten(2, (-1, CHUNK)).unsqueeze(-1)
 
     from_start, to_end, kk, qk = _decayed_products(q, k, g, gate_floor)

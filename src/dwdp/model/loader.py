@@ -172,9 +172,7 @@ def _expectations(model: KimiK3Model) -> Iterator[tuple[Expected, dict[str, Plac
         yield from _expert_expectations(model, layer)
 
 
-def _expert_expectations(
-    model: KimiK3Model, experts: RoutedExperts
-) -> Iterator[tuple[Expected, dict[str, Place]]]:
+def _expert_expectations(model: KimiK3Model, experts: RoutedExperts) -> Iterator[tuple[Expected, dict[str, Place]]]:
     width, inter = model.config.expert_width, model.config.moe_intermediate_size
     base = expert_module(experts.layer_index)
     # w13 is w1 (gate) above w3 (up): matrix -> its table, its rows there, its place in the two factors
@@ -208,9 +206,7 @@ def _expert_expectations(
             )
 
 
-def _fill(
-    checkpoint: Checkpoint, model: KimiK3Model, places: dict[str, Place], progress: Progress | None
-) -> None:
+def _fill(checkpoint: Checkpoint, model: KimiK3Model, places: dict[str, Place], progress: Progress | None) -> None:
     parameters = dict(model.named_parameters())
     total, done = sum(checkpoint.entries[name].nbytes for name in places), 0
     scales: dict[str, Tensor] = {}  # of FP8 weights that are not read yet

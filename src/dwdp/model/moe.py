@@ -21,9 +21,7 @@ EXPERT_FORMATS = ("plain", "mxfp4", "nvfp4")
 class GatedMLP(nn.Module):
     """down(act(gate(x), up(x))): the dense MLP, and the shared experts as one MLP of their joint width."""
 
-    def __init__(
-        self, config: ModelConfig, width: int, *, dtype: torch.dtype, device: torch.device | str
-    ) -> None:
+    def __init__(self, config: ModelConfig, width: int, *, dtype: torch.dtype, device: torch.device | str) -> None:
         super().__init__()
         hidden = config.hidden_size
         self.gate_proj = nn.Linear(hidden, width, bias=False, dtype=dtype, device=device)
@@ -96,9 +94,7 @@ class RoutedExperts(nn.Module):
         else:
             group, scale = (32, torch.uint8) if expert_format == "mxfp4" else (16, torch.float8_e4m3fn)
             if width % group or inter % group:
-                raise ValueError(
-                    f"{expert_format} needs widths in multiples of {group}, not {width} and {inter}"
-                )
+                raise ValueError(f"{expert_format} needs widths in multiples of {group}, not {width} and {inter}")
             shapes = {
                 "w13": ((2 * inter, width // 2), torch.uint8),
                 "w13_scale": ((2 * inter, width // group), scale),
@@ -148,9 +144,7 @@ class RoutedExperts(nn.Module):
             return self._grouped(x, weights, order, tokens, counts)
         return self._one_by_one(x, weights, order, tokens, counts.tolist())
 
-    def _one_by_one(
-        self, x: Tensor, weights: Tensor, order: Tensor, tokens: Tensor, counts: list[int]
-    ) -> Tensor:
+    def _one_by_one(self, x: Tensor, weights: Tensor, order: Tensor, tokens: Tensor, counts: list[int]) -> Tensor:
         """Experts in ascending order, each over its tokens: a token's sum has one order in every batch."""
         total = torch.zeros(x.shape, dtype=wide(x.dtype), device=x.device)
         flat_weights = weights.reshape(-1, 1)[order]

@@ -87,9 +87,7 @@ def sigmoid_gated(x: Tensor, gate: Tensor) -> Tensor:
     return (widen(x) * torch.sigmoid(widen(gate))).to(gate.dtype)
 
 
-def residual_mix(
-    prefix: Tensor, snapshots: Sequence[Tensor], proj: Tensor, norm: Tensor, eps: float
-) -> Tensor:
+def residual_mix(prefix: Tensor, snapshots: Sequence[Tensor], proj: Tensor, norm: Tensor, eps: float) -> Tensor:
     """Attention residual: softmax-weighted sum of the raw snapshots and the running prefix, per token.
 
     prefix and each snapshot: [..., hidden]; proj: [1, hidden]; norm: [hidden]. Rows are scored after an RMS

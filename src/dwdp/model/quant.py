@@ -114,9 +114,7 @@ def fp8_scale_2d(scale: Tensor, n: int, k: int) -> Tensor:
     """The block scales of an [n, k] weight as [ceil(n/128), ceil(k/128)]; ValueError for any other shape."""
     shapes = fp8_scale_shapes(n, k)
     if tuple(scale.shape) not in shapes:
-        raise ValueError(
-            f"FP8 scale of a [{n}, {k}] weight has shape {list(scale.shape)}, not {list(shapes[0])}"
-        )
+        raise ValueError(f"FP8 scale of a [{n}, {k}] weight has shape {list(scale.shape)}, not {list(shapes[0])}")
     return scale.reshape(shapes[1])
 
 
@@ -145,9 +143,7 @@ def quantise_mxfp4(weight: Tensor) -> tuple[Tensor, Tensor]:
     largest = groups.abs().amax(-1)
     exponent = torch.ceil(torch.log2(largest.double() / E2M1_MAX)).clamp(-127, 127)
     scale = (exponent + 127).to(torch.uint8)
-    codes = quantise_e2m1(
-        groups / _lookup(_e8m0_values(torch.float32, scale.device), scale).view(*scale.shape, 1)
-    )
+    codes = quantise_e2m1(groups / _lookup(_e8m0_values(torch.float32, scale.device), scale).view(*scale.shape, 1))
     return pack_e2m1(codes.view(weight.shape)), scale
 
 

@@ -90,8 +90,6 @@ def _write_file(path: Path, tensors: Sequence[TensorToWrite]) -> None:
         for t in ordered:
             value = t.make().detach().cpu().contiguous()
             if value.dtype != t.dtype or tuple(value.shape) != t.shape:
-                raise ValueError(
-                    f"{t.name} was declared {t.dtype} {t.shape} and is {value.dtype} {value.shape}"
-                )
+                raise ValueError(f"{t.name} was declared {t.dtype} {t.shape} and is {value.dtype} {value.shape}")
             if t.nbytes:
                 file.write(memoryview(value.reshape(-1).view(torch.uint8).numpy()))

@@ -22,9 +22,7 @@ _ID_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 class Tokenizer:
     """encode and decode; `eos_ids`: the ids that end a completion; `vocab_size` bounds every id."""
 
-    def __init__(
-        self, plain: tokenizers.Tokenizer, encoder: tokenizers.Tokenizer, eos_ids: tuple[int, ...]
-    ) -> None:
+    def __init__(self, plain: tokenizers.Tokenizer, encoder: tokenizers.Tokenizer, eos_ids: tuple[int, ...]) -> None:
         self._plain, self._encoder = plain, encoder
         self.eos_ids = eos_ids
 
@@ -56,9 +54,7 @@ def load_tokenizer(path: str | os.PathLike, vocab_size: int) -> Tokenizer | None
         raise CheckpointError(f"{file} cannot be read: {'; '.join(str(error).splitlines())}") from error
     largest, token = max(((i, token) for token, i in plain.get_vocab(True).items()), default=(-1, ""))
     if largest >= vocab_size:
-        raise CheckpointError(
-            f"{file}: token {token!r} has id {largest}, the model's vocab_size is {vocab_size}"
-        )
+        raise CheckpointError(f"{file}: token {token!r} has id {largest}, the model's vocab_size is {vocab_size}")
     encoder = tokenizers.Tokenizer.from_str(_added_tokens_as_special(text))
     encoder.encode_special_tokens = True
     encoder.no_truncation()
@@ -91,9 +87,7 @@ def eos_token_ids(path: str | os.PathLike, vocab_size: int) -> tuple[int, ...]:
             if all(type(i) is int and 0 <= i < vocab_size for i in ids):
                 eos_ids.update(ids if key == "eos_token_id" else ())
             else:
-                problems.append(
-                    f"{folder}/{where} has {key} {value!r}, outside the vocab_size of {vocab_size}"
-                )
+                problems.append(f"{folder}/{where} has {key} {value!r}, outside the vocab_size of {vocab_size}")
     if problems:
         raise CheckpointError("; ".join(problems))
     return tuple(sorted(eos_ids))

@@ -69,9 +69,7 @@ def random_checkpoint(
     if dtype not in _WRITE_DTYPES:
         raise ValueError(f"dtype {dtype!r} is not one of {', '.join(_WRITE_DTYPES)}")
     if fp8_attention and expert_format == "mxfp4":
-        raise ValueError(
-            "no release has MXFP4 experts and FP8 attention: expert_format plain or nvfp4 goes with it"
-        )
+        raise ValueError("no release has MXFP4 experts and FP8 attention: expert_format plain or nvfp4 goes with it")
     model_config = ModelConfig.from_dict(config)
     model = KimiK3Model(model_config, dtype=_WRITE_DTYPES[dtype], expert_format=expert_format, device="meta")
     draw = _Draw(seed)
@@ -104,9 +102,7 @@ def save_checkpoint(
     if model.released or model.expert_format != "plain":
         raise ValueError("only a model with plain experts that is not released can be saved")
     tensors: list[TensorToWrite] = []
-    tables = {
-        id(p): (experts, name) for experts in model.moe_layers() for name, p in experts.named_parameters()
-    }
+    tables = {id(p): (experts, name) for experts in model.moe_layers() for name, p in experts.named_parameters()}
     for name, parameter in model.named_parameters():
         if id(parameter) not in tables:
             dtype = torch.float32 if _FLOAT32.search(name) else torch.bfloat16
@@ -114,9 +110,7 @@ def save_checkpoint(
             continue
         experts, table = tables[id(parameter)]
         if experts.num_rows != experts.num_experts:
-            raise ValueError(
-                f"{name} holds {experts.num_rows} of {experts.num_experts} experts; save needs all"
-            )
+            raise ValueError(f"{name} holds {experts.num_rows} of {experts.num_experts} experts; save needs all")
         if table == "w13":
             tensors += _saved_experts(experts)
     tensors = [replace(tensor, name=prefix + tensor.name) for tensor in tensors]
@@ -188,9 +182,7 @@ def _random_tensor(draw: _Draw, name: str, shape: tuple[int, ...], dtype: torch.
 def _random_fp8(draw: _Draw, name: str, shape: tuple[int, ...]) -> Iterator[TensorToWrite]:
     # made twice from the same draw, since only one of the pair is in memory at a time
     scale_shape = fp8_scale_shapes(*shape)[0]
-    yield TensorToWrite(
-        name, torch.float8_e4m3fn, shape, lambda: quantise_fp8_block(draw.weight(name, shape))[0]
-    )
+    yield TensorToWrite(name, torch.float8_e4m3fn, shape, lambda: quantise_fp8_block(draw.weight(name, shape))[0])
     yield TensorToWrite(
         f"{name}_scale", torch.float32, scale_shape, lambda: quantise_fp8_block(draw.weight(name, shape))[1]
     )
@@ -210,9 +202,7 @@ def _random_experts(
                 yield from _random_packed(draw, name, shape, expert_format)
 
 
-def _random_packed(
-    draw: _Draw, module: str, shape: tuple[int, int], expert_format: str
-) -> Iterator[TensorToWrite]:
+def _random_packed(draw: _Draw, module: str, shape: tuple[int, int], expert_format: str) -> Iterator[TensorToWrite]:
     """Uniform nibbles, with scales that bring their spread to about 1 / sqrt(fan in)."""
     rows, columns = shape
     unit = columns**-0.5 / math.sqrt(sum(v * v for v in E2M1_VALUES) / len(E2M1_VALUES))
@@ -222,9 +212,7 @@ def _random_packed(
     scale = f"{module}.weight_scale"
     if expert_format == "mxfp4":
         groups, exponent = (rows, columns // MXFP4_GROUP), 127 + round(math.log2(unit))
-        yield TensorToWrite(
-            scale, torch.uint8, groups, lambda: draw.bytes(scale, groups, exponent - 1, exponent + 2)
-        )
+        yield TensorToWrite(scale, torch.uint8, groups, lambda: draw.bytes(scale, groups, exponent - 1, exponent + 2))
         return
     groups = (rows, columns // NVFP4_GROUP)
     low, high = 0x34, 0x3D  # the E4M3 values from 0.75 to 1.5

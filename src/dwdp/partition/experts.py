@@ -38,9 +38,7 @@ class ExpertPartition:
 
         Raises ValueError naming E, N, size, stride and the nearest accepted pairs.
         """
-        return _partition(
-            config.dwdp_size, config.num_experts_per_worker, config.num_prefetch_experts, num_experts
-        )
+        return _partition(config.dwdp_size, config.num_experts_per_worker, config.num_prefetch_experts, num_experts)
 
     def owner(self, expert: int) -> int:
         """The rank that serves `expert` to the others: the lowest one that stores it."""
@@ -86,9 +84,7 @@ def _partition(num_ranks: int, size: int, stride: int, num_experts: int) -> Expe
         starts = [rank * base + min(rank, rest) for rank in range(num_ranks + 1)]
         ranges = tuple(zip(starts, starts[1:]))
     else:
-        ranges = tuple(
-            (rank * stride, min(rank * stride + size, num_experts)) for rank in range(num_ranks)
-        )
+        ranges = tuple((rank * stride, min(rank * stride + size, num_experts)) for rank in range(num_ranks))
     return ExpertPartition(kind, ranges, num_experts, stride)
 
 

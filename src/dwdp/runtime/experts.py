@@ -222,11 +222,7 @@ class ExpertRuntime:
 
 def detach_module(module) -> None:
     """Leaves `module` empty [0, ...] tensors; nothing of it refers to mapped memory any more."""
-    tables = {
-        name: tensor.new_empty((0, *tensor.shape[1:])) for name, tensor in module.expert_tables().items()
-    }
-    small = {
-        name: tensor.new_empty((0, *tensor.shape[1:])) for name, tensor in module.small_tensors().items()
-    }
+    tables = {name: tensor.new_empty((0, *tensor.shape[1:])) for name, tensor in module.expert_tables().items()}
+    small = {name: tensor.new_empty((0, *tensor.shape[1:])) for name, tensor in module.small_tensors().items()}
     module.dwdp = None
     module.rebind(tables, small)

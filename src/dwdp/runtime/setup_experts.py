@@ -222,9 +222,7 @@ class _Setup:
         assemble(self.small, sent, self.partition, self.prepared_small)
         prepared = []
         for pos in range(len(self.layers)):
-            tables = {
-                t.spec.name: full for t, full in zip(self.transport.tables, self.full) if t.spec.pos == pos
-            }
+            tables = {t.spec.name: full for t, full in zip(self.transport.tables, self.full) if t.spec.pos == pos}
             small = {
                 spec.name: full
                 for spec, full in zip(self.small, self.prepared_small)
@@ -292,9 +290,7 @@ class _Setup:
         copy_slices(transport.edges())
         addresses = transport.addresses()
         plans = [
-            per_slice_plan(
-                [a for spec, a in zip(self.specs, addresses) if spec.pos == pos], self.partition, self.rank
-            )
+            per_slice_plan([a for spec, a in zip(self.specs, addresses) if spec.pos == pos], self.partition, self.rank)
             for pos in range(len(self.layers))
         ]
         checksums = {rank: [info.checksums for info in infos] for rank, infos in transport.infos.items()}

@@ -74,9 +74,7 @@ def choose_gpu(
         raise ValueError(f"--gpu {name} and {' '.join(given)}: name a GPU or describe one, not both")
     if name is not None:
         if name not in GPUS:
-            raise ValueError(
-                f"--gpu {name} is unknown; known are {', '.join(GPUS)}; others need {' '.join(described)}"
-            )
+            raise ValueError(f"--gpu {name} is unknown; known are {', '.join(GPUS)}; others need {' '.join(described)}")
         return GPUS[name]
     if not given:
         return None

@@ -40,9 +40,7 @@ class Step:
     The model has bf16 weights as they will ship, each with an fp32 master that the optimizer moves.
     """
 
-    def __init__(
-        self, model: KimiK3Model, short: Rows, long: Rows, *, fast: Fast, balance_rate: float
-    ) -> None:
+    def __init__(self, model: KimiK3Model, short: Rows, long: Rows, *, fast: Fast, balance_rate: float) -> None:
         self.model, self.short, self.long, self.fast = model, short, long, fast
         self.balance = Balance(model, balance_rate)
         device = model.lm_head.weight.device

@@ -196,13 +196,9 @@ def _expert_plan(sizes: ModelSizes, partition: ExpertPartition, num_slots: int) 
     return Plan(partition, num_slots, page_bytes, plans)
 
 
-def _rank_plan(
-    sizes: ModelSizes, partition: ExpertPartition, rank: int, num_slots: int, page_bytes: int
-) -> RankPlan:
+def _rank_plan(sizes: ModelSizes, partition: ExpertPartition, rank: int, num_slots: int, page_bytes: int) -> RankPlan:
     start, end = partition.ranges[rank]
-    tables = [
-        composite_geometry(b, start, end, sizes.num_experts, GRANULE_BYTES, page_bytes) for b in sizes.row_nbytes
-    ]
+    tables = [composite_geometry(b, start, end, sizes.num_experts, GRANULE_BYTES, page_bytes) for b in sizes.row_nbytes]
     pages = sum((table.before + table.after) // page_bytes for table in tables)
     remote = (sizes.num_experts - (end - start)) * sizes.expert_nbytes
     return RankPlan(

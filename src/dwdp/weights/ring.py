@@ -38,8 +38,7 @@ class PrefetchRing:
         ]
         # A slot serves the layer that needs most.
         self.slot_pages = [
-            max(len(places) for places in self._places[slot :: self.num_slots])
-            for slot in range(self.num_slots)
+            max(len(places) for places in self._places[slot :: self.num_slots]) for slot in range(self.num_slots)
         ]
         self._pool = PagePool(domain)
 

@@ -52,9 +52,7 @@ def describe_tables(layers: Sequence[Any], partition: ExpertPartition, rank: int
         for name, table in layer.expert_tables().items():
             what = f"layer {index} table {name}"
             if table.shape[0] != end - start:
-                raise ValueError(
-                    f"{what} has {table.shape[0]} rows, rank {rank} stores {end - start} experts"
-                )
+                raise ValueError(f"{what} has {table.shape[0]} rows, rank {rank} stores {end - start} experts")
             _check_movable(what, table, domain, storages)
             shape, dtype = tuple(table.shape[1:]), str(table.dtype).removeprefix("torch.")
             tables.append(TableSpec(pos, index, name, shape, dtype, row_bytes(shape, table.dtype.itemsize)))
@@ -73,9 +71,7 @@ def _check_movable(what: str, table: torch.Tensor, domain, storages: dict[int, s
     if not table.is_contiguous() or table.untyped_storage().nbytes() != nbytes:
         raise ValueError(f"{what} is a part of a larger or strided storage; it must be a tensor of its own")
     if domain is not None and domain.holds(table):
-        raise ValueError(
-            f"{what} lies in mapped memory already, in a dense slot or in another setup's handle"
-        )
+        raise ValueError(f"{what} lies in mapped memory already, in a dense slot or in another setup's handle")
     other = storages.setdefault(table.untyped_storage().data_ptr(), what)
     if other != what:
         raise ValueError(f"{what} shares its storage with {other}")

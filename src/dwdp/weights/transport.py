@@ -63,9 +63,7 @@ class ExpertTransport:
     it.
     """
 
-    def __init__(
-        self, domain, partition: ExpertPartition, rank: int, specs: list[TableSpec], modules: list
-    ) -> None:
+    def __init__(self, domain, partition: ExpertPartition, rank: int, specs: list[TableSpec], modules: list) -> None:
         self.domain, self.partition, self.rank = domain, partition, rank
         start, end = partition.ranges[rank]
         self.own_range = (start, end)
@@ -175,8 +173,7 @@ class ExpertTransport:
         infos = self.infos[peer]
         if len(fds) != len(self.tables) or len(infos) != len(self.tables):
             raise MemoryDomainError(
-                f"rank {peer} sent {len(fds)} descriptors and {len(infos)} descriptions for "
-                f"{len(self.tables)} handles"
+                f"rank {peer} sent {len(fds)} descriptors and {len(infos)} descriptions for {len(self.tables)} handles"
             )
         sizes = []
         for table, info in zip(self.tables, infos):
@@ -206,9 +203,7 @@ class ExpertTransport:
             TableAddresses(
                 expert_zero=table.area.address + table.geometry.padding,
                 row_nbytes=table.spec.row_nbytes,
-                peers={
-                    peer: (self._first_rows[index, peer], *self.partition.ranges[peer]) for peer in self.peers
-                },
+                peers={peer: (self._first_rows[index, peer], *self.partition.ranges[peer]) for peer in self.peers},
             )
             for index, table in enumerate(self.tables)
         ]
