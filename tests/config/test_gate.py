@@ -131,7 +131,6 @@ def test_standalone_roles_that_decode_pass_with_one_warning_naming_the_bytes(war
         ({"dwdp": {"handle_type": "fabric"}}, "off", "dwdp.handle_type: fabric"),
         ({"dense": {"load": "sharded"}}, "attached", "dense_dwdp.load: sharded"),
         ({"dense": {"roots": "discover"}}, "attached", "dense_dwdp.roots: discover"),
-        ({"dense": {"own_rows": "map"}}, "standalone", "dense_dwdp.own_rows: map"),
         ({"dense": {}}, "standalone", "dense_dwdp.copy: batched .*set per_slice"),
         ({"dense": {"copy": "gather"}}, "standalone", "dense_dwdp.copy: gather"),
     ],

@@ -116,12 +116,12 @@ def test_more_ring_slots_change_no_bit(models, references, num_slots):
         check_counters(report["counters"])
 
 
-@pytest.mark.parametrize("dense", [None, {**DENSE, "segments": "attn"}, {**DENSE, "store_chunk_mb": 1}])
-def test_experts_alone_attention_alone_and_a_chunked_store_change_no_bit(models, references, dense):
+@pytest.mark.parametrize("dense", [None, {"segments": "attn"}, {"store_chunk_mb": 1}, {"own_rows": "map"}])
+def test_experts_alone_attention_alone_a_chunked_store_and_mapped_rows_change_no_bit(models, references, dense):
     def body(rank):
         return compute(rank), rank.report()
 
-    for rank, (logits, report) in enumerate(shared(models(7), 3, body, dense=dense)):
+    for rank, (logits, report) in enumerate(shared(models(7), 3, body, dense=dense and {**DENSE, **dense})):
         assert all(torch.equal(logits[k], v) for k, v in references(7, "float32")[rank].items())
         check_counters(report["counters"])
         assert (report["ledger"]["dense_moved_bytes"] == 0) == (dense is None)

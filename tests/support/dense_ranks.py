@@ -19,7 +19,7 @@ def config(**changes):
     return DenseConfig(**({"enabled": True, "min_bytes": 1} | changes))
 
 
-def dense_ranks(n, body, *, settings=None, prepare=None, num_layers=3, device_options=None, verify_every=0):
+def dense_ranks(n, body, *, settings=None, prepare=None, num_layers=3, device_options=None, verify_every=0, width=24):
     """Runs body(rank) on n rank threads; `rank` has group, domain, device, manager, model, counters and setup().
 
     settings: rank -> DenseConfig; prepare(rank number, model) changes a model before set-up.
@@ -32,7 +32,7 @@ def dense_ranks(n, body, *, settings=None, prepare=None, num_layers=3, device_op
         with HostDomain(group.rank, granule_bytes=4096) as domain, HostDevice(**(device_options or {})) as device:
             manager = DenseDwdpManager(settings_of(group.rank))
             manager.register()
-            model = ToyModel(num_layers)
+            model = ToyModel(num_layers, width)
             if prepare is not None:
                 prepare(group.rank, model)
             rank = SimpleNamespace(

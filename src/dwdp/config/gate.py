@@ -184,9 +184,14 @@ def check_supported(config: ServeConfig, mode: Mode) -> None:
         ]
     dense = config.dense_dwdp
     if dense is not None and mode != "off":
+        if dense.own_rows == "map" and dense.store_chunk_mb:
+            raise ConfigError(
+                f"dense_dwdp.own_rows: map gives every row a handle of its own; store_chunk_mb "
+                f"{dense.store_chunk_mb} does not go with it, set one of them back"
+            )
         wanted += [
             f"dense_dwdp.{field}: {getattr(dense, field)}"
-            for field, served in (("load", "whole"), ("roots", "declared"), ("own_rows", "copy"))
+            for field, served in (("load", "whole"), ("roots", "declared"))
             if getattr(dense, field) != served
         ]
         if mode == "standalone" and dense.copy != "per_slice":

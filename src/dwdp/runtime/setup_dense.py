@@ -31,7 +31,7 @@ from dwdp.partition.collect import Collected, collect
 from dwdp.partition.layout import Blob, DenseLayout, first_difference, original_checksums
 from dwdp.runtime.dense_schedule import slot_name
 from dwdp.runtime.leaks import find_leaks
-from dwdp.runtime.slots import DenseSlots, gather_plans, slot_bytes
+from dwdp.runtime.slots import DenseSlots, MappedSlots, gather_plans, mapped_slot_bytes, slot_bytes
 from dwdp.weights.copy import run_plan
 from dwdp.weights.plan import CopyPlan
 from dwdp.weights.store import RowStore
@@ -183,8 +183,12 @@ class DenseSetup:
         return {"settings": settings, "layout": layout, "weights": weights}
 
     def _check_memory(self) -> None:
-        store = RowStore(self.domain, self.layout, self.group.rank, chunk_bytes=self._chunk_bytes).nbytes
-        slots = slot_bytes(self.layout, self.domain.granularity)
+        rows = self._row_store()
+        store = rows.nbytes
+        if rows.mapped:
+            slots = mapped_slot_bytes(rows, self.domain.page_bytes)
+        else:
+            slots = slot_bytes(self.layout, self.domain.granularity)
         free = self.free_bytes()
         if self.layout.blobs and store + slots > free:
             raise DwdpError(
@@ -210,9 +214,9 @@ class DenseSetup:
         return peers
 
     def _write_rows(self) -> None:
-        self.store = RowStore(self.domain, self.layout, self.group.rank, chunk_bytes=self._chunk_bytes)
+        self.store = self._row_store()
         self.store.allocate()
-        self.slots = DenseSlots(self.domain, self.layout)
+        self.slots = MappedSlots(self.store) if self.store.mapped else DenseSlots(self.domain, self.layout)
         self.slots.allocate()
         for number in range(len(self.layout.blobs)):
             self.store.write_row(number, self._originals(number))
@@ -240,13 +244,12 @@ class DenseSetup:
     def _repoint(self) -> None:
         self.repointed = []
         for number, blob in enumerate(self.layout.blobs):
-            slot = slot_name(blob.segment, blob.pos)
             moved: dict[int, torch.Tensor] = {}  # one tensor object under two names stays one
             for storage, bindings in zip(blob.storages, self.collected.bindings[number]):
                 for spec, binding in zip(storage.views, bindings):
                     old = binding.tensor
                     if id(old) not in moved:
-                        moved[id(old)] = _stand_in(old, self.slots.view(slot, storage, spec))
+                        moved[id(old)] = _stand_in(old, self.slots.view(number, storage, spec))
                         self.repointed.append(weakref.ref(moved[id(old)]))
                     binding.assign(moved[id(old)])
         self._for_each_blob(self._compare_modules)
@@ -310,6 +313,10 @@ class DenseSetup:
     def _chunk_bytes(self) -> int:
         return self.config.store_chunk_mb << 20
 
+    def _row_store(self) -> RowStore:
+        mapped = self.config.own_rows == "map"
+        return RowStore(self.domain, self.layout, self.group.rank, chunk_bytes=self._chunk_bytes, mapped=mapped)
+
     def _originals(self, number: int) -> list[torch.Tensor]:
         return [self.collected.storage_bytes(number, i) for i in range(len(self.layout.blobs[number].storages))]
 
@@ -340,17 +347,17 @@ class DenseSetup:
             check(number, blob, slot)
 
     def _compare_slot(self, number: int, blob: Blob, slot: str) -> None:
-        end = 0
+        end, data = 0, self.slots.data(number)
         for storage, original in zip(blob.storages, self._originals(number)):
-            self._check_pad(blob, slot, end, storage.offset)
-            at = first_difference(self.slots.storage_bytes(slot, storage), original)
+            self._check_pad(blob, slot, data, end, storage.offset)
+            at = first_difference(data[storage.offset : storage.offset + storage.nbytes], original)
             if at is not None:
                 self._wrong_byte(blob, slot, storage.offset + at)
             end = storage.offset + storage.nbytes
-        self._check_pad(blob, slot, end, blob.nbytes)
+        self._check_pad(blob, slot, data, end, blob.nbytes)
 
-    def _check_pad(self, blob: Blob, slot: str, start: int, end: int) -> None:
-        pad = self.slots.slots[slot].data[start:end]
+    def _check_pad(self, blob: Blob, slot: str, data: torch.Tensor, start: int, end: int) -> None:
+        pad = data[start:end]
         if pad.any():
             self._wrong_byte(blob, slot, start + int(pad.nonzero()[0]))
 
@@ -361,7 +368,7 @@ class DenseSetup:
         )
 
     def _compare_modules(self, number: int, blob: Blob, slot: str) -> None:
-        start = self.slots.slots[slot].address
+        start = self.slots.data(number).data_ptr()
         for storage, bindings in zip(blob.storages, self.collected.bindings[number]):
             for spec, binding in zip(storage.views, bindings):
                 new, old = getattr(binding.module, binding.attribute), binding.tensor

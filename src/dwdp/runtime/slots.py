@@ -1,4 +1,8 @@
-"""Staging slots of the dense weights: two for attention, three for the MoE block's dense part."""
+"""Staging slots of the dense weights: two for attention, three for the MoE block's dense part.
+
+A blob lies in its slot whole, or, with own rows mapped in place, in a range of its own that the slot's pages and its
+row's handle make up; see [Note: own rows in place].
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from dwdp.memory.pages import PagePool
 from dwdp.partition.layout import DenseLayout, StorageSpec, ViewSpec
 from dwdp.runtime.dense_schedule import SLOT_COUNTS, slot_name
 from dwdp.weights.plan import CopyPlan, CopySlice, round_up
@@ -15,9 +20,25 @@ NAN_BYTE = 0xFF  # a run of these is NaN in every float type from fp8 to fp64
 
 
 def slot_bytes(layout: DenseLayout, granularity: int) -> int:
-    """What all slots of a layout allocate, rounding included."""
+    """What all slots of a layout allocate, rounding included, where own rows are copied."""
     sizes = {segment: layout.largest(segment) for segment in SLOT_COUNTS}
     return sum(count * round_up(sizes[s], granularity) for s, count in SLOT_COUNTS.items())
+
+
+def page_places(store: RowStore, page_bytes: int) -> dict[str, list[tuple[int, list[int]]]]:
+    """Slot -> (blob number, offsets of slot pages in its range) of each of its blobs: own rows mapped in place."""
+    places: dict[str, list[tuple[int, list[int]]]] = {}
+    for number, blob in enumerate(store.layout.blobs):
+        offsets = store.composite(number, page_bytes).page_offsets(page_bytes)
+        places.setdefault(slot_name(blob.segment, blob.pos), []).append((number, offsets))
+    return places
+
+
+def mapped_slot_bytes(store: RowStore, page_bytes: int) -> int:
+    """What all slots allocate where own rows are mapped in place: pages for the blob that needs most."""
+    return page_bytes * sum(
+        max(len(offsets) for _, offsets in blobs) for blobs in page_places(store, page_bytes).values()
+    )
 
 
 @dataclass
@@ -26,7 +47,6 @@ class Slot:
 
     name: str
     data: torch.Tensor
-    address: int
 
 
 class DenseSlots:
@@ -54,19 +74,20 @@ class DenseSlots:
                 self.domain.seal(handle)
                 handle.close_fd()  # never exported
                 data = self.domain.tensor(area, 0, (largest,), torch.uint8)
-                self.slots[f"{segment}{i}"] = Slot(f"{segment}{i}", data, area.address)
+                self.slots[f"{segment}{i}"] = Slot(f"{segment}{i}", data)
                 self.nbytes += nbytes
 
-    def view(self, slot: str, storage: StorageSpec, spec: ViewSpec) -> torch.Tensor:
-        """The tensor over a slot that stands for one view of a storage: same dtype, shape and stride."""
+    def data(self, number: int) -> torch.Tensor:
+        """uint8 [blob.nbytes]: where a blob lies when its slot holds it."""
+        blob = self.layout.blobs[number]
+        return self.slots[slot_name(blob.segment, blob.pos)].data[: blob.nbytes]
+
+    def view(self, number: int, storage: StorageSpec, spec: ViewSpec) -> torch.Tensor:
+        """The tensor over a blob's place that stands for one view of a storage: same dtype, shape and stride."""
         dtype = getattr(torch, spec.dtype.removeprefix("torch."))
         offset = storage.offset // dtype.itemsize + spec.offset
-        base = self.slots[slot].data.untyped_storage()
+        base = self.data(number).untyped_storage()
         return torch.empty(0, dtype=dtype, device=base.device).set_(base, offset, spec.shape, spec.stride)
-
-    def storage_bytes(self, slot: str, storage: StorageSpec) -> torch.Tensor:
-        """uint8 [storage.nbytes]: where a storage lies in a slot."""
-        return self.slots[slot].data[storage.offset : storage.offset + storage.nbytes]
 
     def fill_with_nan(self) -> None:
         """Makes every read before a copy show itself."""
@@ -88,8 +109,50 @@ class DenseSlots:
         self.close()
 
 
+class MappedSlots(DenseSlots):
+    """Slots of pages, with each blob's own row in place. The ranges are the store's, which must be allocated."""
+
+    def __init__(self, store: RowStore) -> None:
+        super().__init__(store.domain, store.layout)
+        self.store = store
+        self._pool = PagePool(store.domain)
+        self._pages: list[torch.Tensor] = []  # of each page one mapping
+        self._data: dict[int, torch.Tensor] = {}
+
+    def allocate(self) -> None:
+        """Makes every page and maps it into the range of each blob of its slot, then lays the blobs' tensors."""
+        domain, store, page_bytes = self.domain, self.store, self.domain.page_bytes
+        for slot, blobs in page_places(store, page_bytes).items():
+            for index in range(max(len(offsets) for _, offsets in blobs)):
+                (page,) = self._pool.allocate(1, f"dense-{slot}")
+                for number, offsets in blobs:
+                    if index < len(offsets):
+                        area = store.ranges[store.rank, number]
+                        domain.map(area, offsets[index], page, writable=True)
+                        last = (area, offsets[index])
+                self._pages.append(domain.tensor(*last, (page_bytes,), torch.uint8))
+                page.close_fd()  # never exported
+        self.nbytes = self._pool.nbytes
+        for number, blob in enumerate(self.layout.blobs):
+            padding = store.composite(number, page_bytes).padding
+            area = store.ranges[store.rank, number]
+            self._data[number] = domain.tensor(area, padding, (blob.nbytes,), torch.uint8)
+
+    def data(self, number: int) -> torch.Tensor:
+        return self._data[number]
+
+    def fill_with_nan(self) -> None:
+        for page in self._pages:
+            page.fill_(NAN_BYTE)
+
+    def close(self) -> None:
+        self._pages, self._data = [], {}
+        self._pool.close()
+
+
 def gather_plans(layout: DenseLayout, store: RowStore, slots: DenseSlots) -> list[dict[str, CopyPlan]]:
-    """For each pos: slot -> the plan that copies every rank's row, this rank's own included, into the slot.
+    """For each pos: slot -> the plan that copies every rank's row into the slot, this rank's own too unless it is
+    mapped in place.
 
     One plain copy a row. Peers come first, from the next rank on, so that ranks do not all read the same one.
     """
@@ -97,10 +160,11 @@ def gather_plans(layout: DenseLayout, store: RowStore, slots: DenseSlots) -> lis
     ranks = [(store.rank + i) % layout.num_ranks for i in range(1, layout.num_ranks + 1)]
     for number, blob in enumerate(layout.blobs):
         name = slot_name(blob.segment, blob.pos)
-        start = slots.slots[name].address
+        start = slots.data(number).data_ptr()
         slices = tuple(
             CopySlice(start + peer * blob.row_nbytes, store.address(peer, number), blob.row_nbytes, peer)
             for peer in ranks
+            if not (store.mapped and peer == store.rank)
         )
-        plans[blob.pos][name] = CopyPlan(slices, blob.nbytes)
+        plans[blob.pos][name] = CopyPlan(slices, sum(piece.nbytes for piece in slices))
     return plans

@@ -26,7 +26,7 @@ class SlotChecker:
         It names rank, layer, segment, slot and first wrong byte. The slot must be filled and at rest.
         """
         number, blob, checksums = self._blobs[pos, slot]
-        data = self.slots.slots[slot].data[: blob.nbytes]
+        data = self.slots.data(number)
         if gathered_checksums(blob, data) == checksums:
             return None
         where = f"rank {self.store.rank}: slot {slot} does not hold the bytes of {blob.name}"

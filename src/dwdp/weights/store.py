@@ -1,7 +1,12 @@
 """The row store: this rank's row of every blob in exportable memory, and every peer's rows mapped read-only.
 
-Row r of every blob lies in the store of rank r, blob after blob. All rows of a blob have one length, so every
-rank's store has the same shape and the layout alone tells where a peer's row is.
+Row r of every blob lies in the store of rank r, blob after blob. All rows of a blob have one length, so the layout
+alone tells where a peer's row is.
+
+[Note: own rows in place] With `mapped` every row has a handle of its own, which this rank maps where the row belongs in
+the blob: its range is [slot pages | own handle | slot pages], as the composite range of an expert table with one row a
+rank. A handle maps only whole, so its first and last granule also hold bytes of the neighbours' rows ("edge bytes"):
+every gather copies whole rows and so writes them, always with the same values, beside the row that peers read.
 """
 
 from __future__ import annotations
@@ -12,20 +17,21 @@ from dataclasses import dataclass
 import torch
 
 from dwdp.errors import DwdpError
+from dwdp.partition.experts import handle_geometry
 from dwdp.partition.layout import DenseLayout
-from dwdp.weights.plan import round_up
+from dwdp.weights.plan import CompositeGeometry, composite_geometry, round_up
 
 
 @dataclass(frozen=True)
 class StoreChunk:
-    """One handle of the store: the rows of whole layers. `offsets`: blob number -> byte of its row."""
+    """One handle of the store. `offsets`: blob number -> byte of its row."""
 
     offsets: dict[int, int]
     nbytes: int
 
 
 def store_chunks(layout: DenseLayout, chunk_bytes: int, granularity: int) -> tuple[StoreChunk, ...]:
-    """Cuts the store into handles.
+    """Cuts the store into handles of whole layers, alike on every rank.
 
     chunk_bytes: 0 for one handle, else the size that a handle of whole layers does not pass (one layer may).
     granularity: bytes that a handle's size is a multiple of.
@@ -49,30 +55,72 @@ def store_chunks(layout: DenseLayout, chunk_bytes: int, granularity: int) -> tup
     return tuple(chunks)
 
 
-class RowStore:
-    """Owns this rank's rows and the mappings of its peers' rows. Context manager with idempotent `close()`."""
+def single_rows(layout: DenseLayout, rank: int, granularity: int) -> tuple[StoreChunk, ...]:
+    """A handle for each row of `rank`, rounded outwards to granules; see [Note: own rows in place]."""
+    chunks = []
+    for number, blob in enumerate(layout.blobs):
+        geometry = handle_geometry(blob.row_nbytes, rank, rank + 1, granularity)
+        chunks.append(StoreChunk({number: geometry.data_offset}, geometry.nbytes))
+    return tuple(chunks)
 
-    def __init__(self, domain, layout: DenseLayout, rank: int, *, chunk_bytes: int = 0) -> None:
-        self.domain, self.layout, self.rank = domain, layout, rank
-        self.chunks = store_chunks(layout, chunk_bytes, domain.granularity)
-        self.place = {number: i for i, chunk in enumerate(self.chunks) for number in chunk.offsets}
+
+class RowStore:
+    """Owns this rank's rows and the mappings of its peers' rows. Context manager with idempotent `close()`.
+
+    chunk_bytes: as `store_chunks`; mapped: see [Note: own rows in place], and chunk_bytes has no effect then.
+    """
+
+    def __init__(self, domain, layout: DenseLayout, rank: int, *, chunk_bytes: int = 0, mapped: bool = False) -> None:
+        self.domain, self.layout, self.rank, self.mapped = domain, layout, rank, mapped
+        alike = () if mapped else store_chunks(layout, chunk_bytes, domain.granularity)
+        self.chunks = [
+            single_rows(layout, r, domain.granularity) if mapped else alike for r in range(layout.num_ranks)
+        ]  # of every rank
+        self.place = {number: i for i, chunk in enumerate(self.chunks[rank]) for number in chunk.offsets}
         self.handles: list = []
         self.imported: list = []
-        self.ranges: dict[tuple[int, int], object] = {}  # (rank, chunk) -> range with the whole handle at 0
+        # (rank, chunk) -> a range that holds the whole handle at that many bytes from its start
+        self.ranges: dict[tuple[int, int], object] = {}
+        self._starts: dict[tuple[int, int], int] = {}
 
     @property
     def nbytes(self) -> int:
         """Bytes of this rank's handles, rounding included."""
-        return sum(chunk.nbytes for chunk in self.chunks)
+        return sum(chunk.nbytes for chunk in self.chunks[self.rank])
+
+    def composite(self, number: int, page_bytes: int) -> CompositeGeometry:
+        """The range of a blob whose own row is mapped in place; bytes."""
+        row_nbytes, n = self.layout.blobs[number].row_nbytes, self.layout.num_ranks
+        return composite_geometry(row_nbytes, self.rank, self.rank + 1, n, self.domain.granularity, page_bytes)
+
+    def count_mappings(self, page_bytes: int) -> int:
+        """Mappings of all ranks' handles, and of slot pages where own rows are mapped in place."""
+        count = sum(map(len, self.chunks))
+        if self.mapped:
+            for number in range(len(self.layout.blobs)):
+                count += len(self.composite(number, page_bytes).page_offsets(page_bytes))
+        return count
 
     def allocate(self) -> None:
         """Creates and maps this rank's handles; the caller closes the store when this raises."""
-        for i, chunk in enumerate(self.chunks):
-            handle = self.domain.create(chunk.nbytes, f"dense-store{i}")
+        domain = self.domain
+        domain.descriptor_budget.check(sum(map(len, self.chunks)), f"all handles of the dense rows on rank {self.rank}")
+        if self.mapped:
+            domain.plan_page_bytes(self.count_mappings)
+        for i, chunk in enumerate(self.chunks[self.rank]):
+            handle = domain.create(chunk.nbytes, f"dense-store{i}")
             self.handles.append(handle)
-            self.ranges[self.rank, i] = self.domain.reserve(chunk.nbytes)
-            self.domain.map(self.ranges[self.rank, i], 0, handle, writable=True)
-            self.domain.seal(handle)
+            start, nbytes = 0, chunk.nbytes
+            if self.mapped:
+                geometry = self.composite(i, domain.page_bytes)
+                start, nbytes = geometry.before, geometry.nbytes
+            self._map(self.rank, i, handle, start, nbytes, writable=True)
+            domain.seal(handle)
+
+    def _map(self, rank: int, i: int, handle, start: int, nbytes: int, *, writable: bool) -> None:
+        self.ranges[rank, i] = self.domain.reserve(nbytes)
+        self._starts[rank, i] = start
+        self.domain.map(self.ranges[rank, i], start, handle, writable=writable)
 
     def write_row(self, number: int, storages: Iterable[torch.Tensor]) -> None:
         """Writes this rank's row of blob `number`; storages: uint8 [nbytes] each, as the blob lists them."""
@@ -90,15 +138,13 @@ class RowStore:
 
     def import_rows(self, rank: int, descriptors: list[int]) -> None:
         """Maps the rows of a peer read-only. The list is emptied as descriptors are taken over."""
-        if len(descriptors) != len(self.chunks):
-            raise DwdpError(
-                f"rank {rank} sent {len(descriptors)} handles for its dense rows, {len(self.chunks)} expected"
-            )
-        for i, chunk in enumerate(self.chunks):
+        chunks = self.chunks[rank]
+        if len(descriptors) != len(chunks):
+            raise DwdpError(f"rank {rank} sent {len(descriptors)} handles for its dense rows, {len(chunks)} expected")
+        for i, chunk in enumerate(chunks):
             handle = self.domain.import_handle(descriptors.pop(0), chunk.nbytes)
             self.imported.append(handle)
-            self.ranges[rank, i] = self.domain.reserve(chunk.nbytes)
-            self.domain.map(self.ranges[rank, i], 0, handle, writable=False)
+            self._map(rank, i, handle, 0, chunk.nbytes, writable=False)
             handle.close_fd()  # the mapping stays
 
     def close_descriptors(self) -> None:
@@ -108,14 +154,17 @@ class RowStore:
 
     def address(self, rank: int, number: int) -> int:
         """Where the row of `rank` of blob `number` lies in this process."""
-        i = self.place[number]
-        return self.ranges[rank, i].address + self.chunks[i].offsets[number]
+        return self.ranges[rank, self.place[number]].address + self._offset(rank, number)
 
     def row(self, rank: int, number: int) -> torch.Tensor:
         """uint8 [row_nbytes], zero-copy; only this rank's own row may be written."""
-        i = self.place[number]
         shape = (self.layout.blobs[number].row_nbytes,)
-        return self.domain.tensor(self.ranges[rank, i], self.chunks[i].offsets[number], shape, torch.uint8)
+        area = self.ranges[rank, self.place[number]]
+        return self.domain.tensor(area, self._offset(rank, number), shape, torch.uint8)
+
+    def _offset(self, rank: int, number: int) -> int:
+        i = self.place[number]
+        return self._starts[rank, i] + self.chunks[rank][i].offsets[number]
 
     def unmap_imports(self) -> None:
         """Gives the mappings of the peers' rows back."""
