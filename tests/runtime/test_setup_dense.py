@@ -116,8 +116,9 @@ def fail_in(monkeypatch, phase, rank, kind=OSError):
 
 @pytest.mark.parametrize("required", [True, False])
 @pytest.mark.parametrize("phase", COLLECTIVES)
-def test_a_failure_on_any_rank_in_any_phase_restores_every_tensor_and_leaks_nothing(phase, required, monkeypatch):
-    for failing in range(3):
+@pytest.mark.parametrize("n", [2, 3, 4, 5])
+def test_a_failure_on_any_rank_in_any_phase_restores_every_tensor_and_leaks_nothing(n, phase, required, monkeypatch):
+    for failing in range(n):
         with monkeypatch.context() as patch:
             fail_in(patch, phase, failing)
             descriptors = len(os.listdir("/proc/self/fd"))
@@ -138,11 +139,11 @@ def test_a_failure_on_any_rank_in_any_phase_restores_every_tensor_and_leaks_noth
                 rank.model(lambda layer, segment: None)  # hooks do nothing
                 return outcome
 
-            outcomes = dense_ranks(3, body, settings=lambda rank: config(required=required))
+            outcomes = dense_ranks(n, body, settings=lambda rank: config(required=required))
             gc.collect()
             assert len(os.listdir("/proc/self/fd")) == descriptors
         if not required:
-            assert outcomes == ["abandoned"] * 3
+            assert outcomes == ["abandoned"] * n
             continue
         for rank, error in enumerate(outcomes):
             if rank == failing:
@@ -272,11 +273,15 @@ def test_off_on_all_ranks_ends_there_without_work():
         ({"segments": ("attn",)}, "dense_dwdp.segments"),
         ({"store_chunk_mb": 3}, "dense_dwdp.store_chunk_mb"),
         ({"debug": 1}, "dense_dwdp.debug"),
+        ({"own_rows": "map"}, "dense_dwdp.own_rows"),
     ],
 )
-def test_a_rank_with_another_switch_is_named_with_it(change, named):
-    for message in errors_of(3, settings=lambda rank: config(**(change if rank == 1 else {}))):
-        assert "rank 1 has " + named in message and "rank 0" not in message and "rank 2" not in message
+@pytest.mark.parametrize("n", [2, 3, 4, 5])
+def test_a_rank_with_another_switch_is_named_with_it(n, change, named):
+    for message in errors_of(n, settings=lambda rank: config(**(change if rank == 1 else {}))):
+        others = [rank for rank in range(n) if rank != 1 and f"rank {rank}" in message]
+        assert "rank 1 has " + named in message
+        assert others == ([0] if n == 2 else []), "without a majority every rank is listed"
 
 
 def test_one_flipped_weight_byte_is_named_by_rank_layer_and_tensor():
