@@ -158,6 +158,7 @@ def test_computed_shapes_are_those_of_the_model(name, expert_format):
         for name, parameter in model.named_parameters()
     }
     tensors = shapes.model_tensors(config)
+    assert list(tensors) == [name for name in expected if ".experts." not in name]  # the model's order too
     per_expert = shapes.expert_tables(config, expert_format) | shapes.small_expert_tensors(config, expert_format)
     for layer in config.moe_layer_indices:
         for table, row in per_expert.items():
@@ -221,7 +222,10 @@ def test_memory_that_is_left_becomes_cached_tokens(capsys):
         for rank in document["ranks"]
     ]  # fmt: skip
     assert document["fits"] is True
-    assert document["kv_tokens"] == min(left) // (24 * 576 * 2)
+    assert document["kv_tokens"] == int(0.9 * min(left)) // (24 * 576 * 2)
+    options = ("--ranks", "12", "--format", "nvfp4", "--gpu", "gb300", "--kv-fraction")
+    assert planned(capsys, *options, "0.5")["kv_tokens"] == int(0.5 * min(left)) // (24 * 576 * 2)
+    assert planned(capsys, *options, "1")["kv_tokens"] == min(left) // (24 * 576 * 2)
 
 
 @pytest.mark.parametrize("gpu", [GPUS["b200"], GPUS["gb200"], GPUS["gb300"]], ids=lambda gpu: gpu.name)
@@ -341,7 +345,16 @@ GPU = ["--gpu-memory", "100", "--link-gbps", "300", "--tflops", "900"]
         (["--ranks", "8", *GPU[:4]], ["--gpu-memory", "--link-gbps", "--tflops"]),
         (["--ranks", "8", *GPU[:-1], "-900"], ["--tflops", "-900"]),
         (["--ranks", "8", *GPU[:-1], "inf"], ["--tflops", "inf"]),
-        (["--ranks", "8", "--dense"], ["--dense", "not supported yet"]),
+        (["--ranks", "1", "--dense"], ["--dense", "--ranks 1", "dwdp_size > 1"]),
+        (["--ranks", "8", "--segments", "attn"], ["--segments attn", "--dense"]),
+        (["--ranks", "8", "--min-bytes", "5", "--store-chunk-mb", "7"], ["--min-bytes 5", "--store-chunk-mb 7"]),
+        (["--ranks", "8", "--dense", "--segments", "moe"], ["--segments", "moe"]),
+        (["--ranks", "8", "--dense", "--min-bytes", "-1"], ["--min-bytes", "-1"]),
+        (["--ranks", "8", "--dense", "--store-chunk-mb", "x"], ["--store-chunk-mb", "x"]),
+        (["--ranks", "8", "--dense", "--config", "/nowhere.yaml"], ["/nowhere.yaml"]),
+        (["--ranks", "8", "--gpu", "h200", "--kv-fraction", "1.5"], ["--kv-fraction 1.5"]),
+        (["--ranks", "8", "--gpu", "h200", "--kv-fraction", "nan"], ["--kv-fraction nan"]),
+        (["--ranks", "8", "--kv-fraction", "0.5"], ["--kv-fraction 0.5", "GPU"]),
         (["--ranks", "400"], ["mappings", "120000"]),
         ([], ["--ranks"]),
     ],
@@ -365,11 +378,12 @@ def test_a_model_that_is_none_is_refused(capsys, tmp_path):
     refused(capsys, [*arguments, str(tmp_path)], "awq")
 
 
-def test_a_plan_loads_no_torch_and_is_there_within_two_seconds():
+@pytest.mark.parametrize("more", [(), ("--dense",)], ids=str)
+def test_a_plan_loads_no_torch_and_is_there_within_two_seconds(more):
     code = """
 import sys
 from dwdp.tools.cli import run
-code = run(["plan", "--model", "kimi-k3", "--ranks", "12", "--format", "nvfp4", "--gpu", "gb300"])
+code = run(["plan", "--model", "kimi-k3", "--ranks", "12", "--format", "nvfp4", "--gpu", "gb300", *sys.argv[1:]])
 assert "torch" not in sys.modules
 sys.exit(code)
 """
@@ -377,7 +391,7 @@ sys.exit(code)
     for _ in range(5):  # the machine may be busy; one quick start shows that a plan can be one
         started = time.monotonic()
         result = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=child_environment({})
+            [sys.executable, "-c", code, *more], capture_output=True, text=True, timeout=60, env=child_environment({})
         )
         seconds.append(time.monotonic() - started)
         assert result.returncode == 0, result.stderr

@@ -70,15 +70,15 @@ def layer_tensors(config: ModelConfig, index: int) -> Tensors:
         tensors |= _below("block_sparse_moe", _moe(config))
     else:
         tensors |= _below("mlp", _gated_mlp(hidden, config.intermediate_size))
-    norms = ["input_layernorm", "post_attention_layernorm"]
+    tensors |= _weights(input_layernorm=(hidden,), post_attention_layernorm=(hidden,))
     if config.attn_res_block_size is not None:
-        norms += ["self_attention_res_norm", "mlp_res_norm"]
-        tensors |= {f"{name}_res_proj.weight": TensorShape((1, hidden)) for name in ("self_attention", "mlp")}
-    return tensors | {f"{name}.weight": TensorShape((hidden,)) for name in norms}
+        tensors |= _weights(self_attention_res_proj=(1, hidden), self_attention_res_norm=(hidden,))
+        tensors |= _weights(mlp_res_proj=(1, hidden), mlp_res_norm=(hidden,))
+    return tensors
 
 
 def model_tensors(config: ModelConfig) -> Tensors:
-    """Release name (no prefix) -> tensor, for everything but the routed experts."""
+    """Release name (no prefix) -> tensor, for everything but the routed experts, in the order of the model's."""
     hidden, vocab = config.hidden_size, config.vocab_size
     tensors = {"model.embed_tokens.weight": TensorShape((vocab, hidden))}
     for index in range(config.num_hidden_layers):
@@ -211,22 +211,19 @@ def _moe(config: ModelConfig) -> Tensors:
 def _kda(config: ModelConfig) -> Tensors:
     hidden, linear = config.hidden_size, config.linear_attn_config
     width, head = linear.width, linear.head_dim
-    tensors = _weights(
-        q_proj=(width, hidden),
-        k_proj=(width, hidden),
-        v_proj=(width, hidden),
-        f_a_proj=(head, hidden),
-        f_b_proj=(width, head),
-        b_proj=(linear.num_heads, hidden),
-        o_proj=(hidden, width),
-    )
+    conv = (width, 1, linear.short_conv_kernel_size)
+    tensors = {
+        name: TensorShape(shape, "float32") for name, shape in (("A_log", (linear.num_heads,)), ("dt_bias", (width,)))
+    }
+    tensors |= _weights(q_proj=(width, hidden), k_proj=(width, hidden), v_proj=(width, hidden))
+    tensors |= {f"{name}_conv1d.weight": TensorShape(conv, "float32") for name in "qkv"}
+    tensors |= _weights(f_a_proj=(head, hidden), f_b_proj=(width, head), b_proj=(linear.num_heads, hidden))
     if linear.use_full_rank_gate:
         tensors |= _weights(g_proj=(width, hidden))
     else:
         tensors |= _weights(g_a_proj=(head, hidden), g_b_proj=(width, head))
-    single = {f"{name}_conv1d.weight": (width, 1, linear.short_conv_kernel_size) for name in "qkv"}
-    single |= {"A_log": (linear.num_heads,), "dt_bias": (width,), "o_norm.weight": (head,)}
-    return tensors | {name: TensorShape(shape, "float32") for name, shape in single.items()}
+    tensors["o_norm.weight"] = TensorShape((head,), "float32")
+    return tensors | _weights(o_proj=(hidden, width))
 
 
 def _mla(config: ModelConfig) -> Tensors:
@@ -240,8 +237,7 @@ def _mla(config: ModelConfig) -> Tensors:
         kv_a_proj_with_mqa=(config.mla_cache_width, hidden),
         kv_a_layernorm=(latent,),
         kv_b_proj=(heads * (config.qk_nope_head_dim + config.v_head_dim), latent),
-        o_proj=(hidden, heads * config.v_head_dim),
     )
     if config.mla_use_output_gate:
         tensors |= _weights(g_proj=(heads * config.v_head_dim, hidden))
-    return tensors
+    return tensors | _weights(o_proj=(hidden, heads * config.v_head_dim))

@@ -85,13 +85,22 @@ class _Held:
     unknown: list[str] = field(default_factory=list)
 
 
-def collect(model: nn.Module, *, num_ranks: int, segments: Sequence[str], min_bytes: int, strict: bool) -> Collected:
+def collect(
+    model: nn.Module,
+    *,
+    num_ranks: int,
+    segments: Sequence[str],
+    min_bytes: int,
+    strict: bool,
+    without_bytes: bool = False,
+) -> Collected:
     """Finds what moves.
 
     A storage moves whole with every view of it that the model holds. It stays where it is smaller than
     `min_bytes`, shared across layers, or held by anything that does not move; with `strict` all but the first are
     a DwdpError that names the tensors, and so is a plain attribute of `min_bytes` or more in neither of a
     layer's tables. A module that waits for its transform, and weights without bytes, always are.
+    `without_bytes` allows the meta device: the layout of a model that is not loaded, of which nothing can be moved.
     """
     layers = decoder_layers(model)
     held = _hold_everything(model, layers, segments)
@@ -104,6 +113,9 @@ def collect(model: nn.Module, *, num_ranks: int, segments: Sequence[str], min_by
         if problem:
             problems.append(problem)
         elif entry.places:
+            if entry.storage.device.type == "meta" and not without_bytes:
+                name = entry.bindings[0].name
+                raise DwdpError(f"dense DWDP: {name} has no bytes (meta device); load the weights before setup")
             # Shared by both segments of a layer: D's window, H1 to H3, covers A's.
             moving.setdefault((min(entry.places)[0], max(s for _, s in entry.places)), []).append(entry)
     for problem in problems:
@@ -128,8 +140,6 @@ def _why_it_stays(entry: _Held, layers: list[nn.Module]) -> str | None:
     if len({layer for layer, _ in entry.places}) > 1:
         shared = ", ".join(str(layers[i].index) for i in sorted({layer for layer, _ in entry.places}))
         return f"{name} ({nbytes} bytes) is shared across layers {shared}; it stays replicated"
-    if entry.storage.device.type == "meta":
-        raise DwdpError(f"dense DWDP: {name} has no bytes (meta device); load the weights before setup")
     return None
 
 

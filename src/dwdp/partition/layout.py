@@ -1,6 +1,7 @@
 """Where every byte of the dense weights that move lies: storages, blobs, rows, digest, checksums.
 
-These are values that every rank computes alike; collect.py finds the tensors behind them.
+These are values that every rank computes alike; collect.py finds the tensors behind them. torch is imported where
+bytes are read: a plan needs the places only.
 """
 
 from __future__ import annotations
@@ -8,8 +9,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 ALIGNMENT = 256  # bytes; of each storage in its blob and of a row's length, so that every dtype stays aligned
 
@@ -147,12 +150,16 @@ def checksum(data: torch.Tensor) -> str:
 
 def original_checksums(blob: Blob, storages: Iterable[torch.Tensor]) -> list[str]:
     """A checksum of each storage, then one of the pad, which is zero. storages: uint8 [nbytes] each."""
+    import torch
+
     pad = torch.zeros(blob.nbytes - blob.moved_nbytes, dtype=torch.uint8)
     return [checksum(data) for data in storages] + [checksum(pad)]
 
 
 def gathered_checksums(blob: Blob, data: torch.Tensor) -> list[str]:
     """The same of a blob as it was gathered, pad included. data: uint8 [blob.nbytes]."""
+    import torch
+
     ends = [(storage.offset, storage.offset + storage.nbytes) for storage in blob.storages]
     gaps = zip([0, *(end for _, end in ends)], [*(start for start, _ in ends), blob.nbytes])
     pad = torch.cat([data[start:end] for start, end in gaps])
@@ -161,6 +168,8 @@ def gathered_checksums(blob: Blob, data: torch.Tensor) -> list[str]:
 
 def first_difference(left: torch.Tensor, right: torch.Tensor) -> int | None:
     """Index of the first byte that differs between two uint8 tensors of equal length, or None."""
+    import torch
+
     if torch.equal(left, right):
         return None
     return int((left != right).nonzero()[0])

@@ -7,14 +7,16 @@ row's handle make up; see [Note: own rows in place].
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from dwdp.memory.pages import PagePool
 from dwdp.partition.layout import DenseLayout, StorageSpec, ViewSpec
 from dwdp.runtime.dense_schedule import SLOT_COUNTS, slot_name
 from dwdp.weights.plan import CopyPlan, CopySlice, round_up
 from dwdp.weights.store import RowStore
+
+if TYPE_CHECKING:
+    import torch
 
 NAN_BYTE = 0xFF  # a run of these is NaN in every float type from fp8 to fp64
 
@@ -61,6 +63,8 @@ class DenseSlots:
 
     def allocate(self) -> None:
         """Creates and maps every slot; the caller closes the slots when this raises."""
+        import torch
+
         granularity = self.domain.granularity
         for segment, count in SLOT_COUNTS.items():
             largest = self.layout.largest(segment)
@@ -84,6 +88,8 @@ class DenseSlots:
 
     def view(self, number: int, storage: StorageSpec, spec: ViewSpec) -> torch.Tensor:
         """The tensor over a blob's place that stands for one view of a storage: same dtype, shape and stride."""
+        import torch
+
         dtype = getattr(torch, spec.dtype.removeprefix("torch."))
         offset = storage.offset // dtype.itemsize + spec.offset
         base = self.data(number).untyped_storage()
@@ -121,6 +127,8 @@ class MappedSlots(DenseSlots):
 
     def allocate(self) -> None:
         """Makes every page and maps it into the range of each blob of its slot, then lays the blobs' tensors."""
+        import torch
+
         domain, store, page_bytes = self.domain, self.store, self.domain.page_bytes
         for slot, blobs in page_places(store, page_bytes).items():
             for index in range(max(len(offsets) for _, offsets in blobs)):

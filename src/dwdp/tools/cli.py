@@ -152,26 +152,52 @@ def plan(
         str | None,
         typer.Option("--format", help="Of the routed experts: nvfp4, mxfp4 or bf16; default: as config.json says."),
     ] = None,
-    size: Annotated[int, typer.Option(min=0, help="Experts that a rank stores; 0 with --stride 0: balanced.")] = 0,
-    stride: Annotated[int, typer.Option(min=0, help="Experts from one rank's first to the next one's.")] = 0,
-    slots: Annotated[int, typer.Option(min=2, help="Ring slots for the remote experts of a layer.")] = 2,
-    dense: Annotated[bool, typer.Option("--dense", help="Plan dense DWDP too; not supported yet.")] = False,
+    size: Annotated[
+        int | None, typer.Option(min=0, help="Experts that a rank stores; 0 with --stride 0 (default): balanced.")
+    ] = None,
+    stride: Annotated[int | None, typer.Option(min=0, help="Experts from one rank's first to the next one's.")] = None,
+    slots: Annotated[int | None, typer.Option(min=2, help="Ring slots of a layer's remote experts; default 2.")] = None,
+    dense: Annotated[bool, typer.Option("--dense", help="Plan dense DWDP too.")] = False,
+    segments: Annotated[
+        str | None, typer.Option(help="Dense weights that move: attn,moe (default) or attn; with --dense.")
+    ] = None,
+    min_bytes: Annotated[
+        int | None, typer.Option(min=0, help="Smaller storages stay whole, default 1 MiB; with --dense.")
+    ] = None,
+    store_chunk_mb: Annotated[
+        int | None, typer.Option(min=0, help="MiB of a handle of rows, default 0: one handle; with --dense.")
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="YAML or JSON file, as a server's; default: the model folder's dwdp.yaml, if any."),
+    ] = None,
     gpu: Annotated[str | None, typer.Option(help="h200, b200, gb200 or gb300.")] = None,
     gpu_memory: Annotated[float | None, typer.Option(help="Another GPU: memory that CUDA may allocate, GiB.")] = None,
     link_gbps: Annotated[
         float | None, typer.Option(help="Another GPU: rate from its peers, 1e9 bytes a second, one direction.")
     ] = None,
     tflops: Annotated[float | None, typer.Option(help="Another GPU: dense bf16 TFLOP/s of its datasheet.")] = None,
+    kv_fraction: Annotated[
+        float | None, typer.Option(help="Share of the memory left that the KV cache takes; default 0.9.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
 ) -> None:
     """What N ranks hold and move of a model; with a GPU also whether it fits and from which step on it pays."""
     from dwdp.tools.hardware import choose_gpu
-    from dwdp.tools.plan import Split, run_plan
+    from dwdp.tools.plan import run_plan
 
-    if dense:
-        raise ValueError("--dense is not supported yet: plans cover expert DWDP only")
-    chosen = choose_gpu(gpu, gpu_memory, link_gbps, tflops)
-    run_plan(model, format_name, Split(ranks, size, stride), slots, chosen, as_json=as_json)
+    run_plan(
+        model,
+        ranks,
+        format_name,
+        choose_gpu(gpu, gpu_memory, link_gbps, tflops),
+        config_file=config,
+        experts={"num_experts_per_worker": size, "num_prefetch_experts": stride, "num_prefetch_slots": slots},
+        dense=dense,
+        dense_options={"segments": segments, "min_bytes": min_bytes, "store_chunk_mb": store_chunk_mb},
+        kv_fraction=kv_fraction,
+        as_json=as_json,
+    )
 
 
 @app.command()

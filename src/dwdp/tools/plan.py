@@ -6,7 +6,9 @@ Arithmetic on the model's config.json alone: no torch, no GPU, no weights. Geome
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from dwdp.model import shapes
 from dwdp.model.config import ModelConfig
 from dwdp.partition.experts import ExpertPartition
 from dwdp.tools.hardware import Gpu
+from dwdp.tools.plan_dense import DensePlan, DenseSizes
 from dwdp.weights.plan import composite_geometry, count_mappings
 
 GRANULE_BYTES = 2 << 20
@@ -24,6 +27,8 @@ MAPPING_BUDGET = 120_000
 WORKING_RESERVE_BYTES = 8 << 30
 """Kept free beside weights and cache: CUDA context and libraries (1 to 2 GiB) and the activations of a Kimi-K3 step
 of 16,384 tokens (residual snapshots 2 GB, tokens gathered for their experts and the experts' inner rows 5 GB)."""
+KV_FRACTION = 0.9
+"""Share of the memory that is left which the KV cache takes, where no option says otherwise."""
 
 KNOWN_MODELS = {"kimi-k3": Path(__file__).resolve().parent.parent / "models" / "kimi-k3.json"}
 _FORMATS = {"nvfp4": "nvfp4", "mxfp4": "mxfp4", "bf16": "plain"}  # as the option spells them -> as the model does
@@ -41,7 +46,8 @@ class Split:
 @dataclass(frozen=True)
 class ModelSizes:
     """What a plan needs of a model: E, L, bytes of an expert's row of each table of a layer, and bytes of what every
-    rank holds whole, of a sequence's state and of a token's cache rows; FLOP of a token in a mean MoE layer."""
+    rank holds whole without dense DWDP, of a sequence's state and of a token's cache rows; FLOP of a token in a mean
+    MoE layer. factor_nbytes: of the small per-expert tensors of all experts and layers, part of whole_nbytes."""
 
     num_experts: int
     num_layers: int
@@ -50,6 +56,7 @@ class ModelSizes:
     state_nbytes: int
     kv_token_nbytes: int
     flops_per_token: float
+    factor_nbytes: int = 0
 
     @classmethod
     def of(cls, config: ModelConfig, expert_format: str) -> ModelSizes:
@@ -58,15 +65,17 @@ class ModelSizes:
         if not layers:
             raise ConfigError("the model has no routed experts, there is nothing to plan")
         small = sum(tensor.nbytes for tensor in shapes.small_expert_tensors(config, expert_format).values())
+        factors = len(layers) * config.num_experts * small
         dense = sum(tensor.nbytes for tensor in shapes.model_tensors(config).values())
         return cls(
             num_experts=config.num_experts,
             num_layers=len(layers),
             row_nbytes=tuple(table.nbytes for table in shapes.expert_tables(config, expert_format).values()),
-            whole_nbytes=dense + len(layers) * config.num_experts * small,
+            whole_nbytes=dense + factors,
             state_nbytes=shapes.state_bytes_per_sequence(config),
             kv_token_nbytes=shapes.kv_bytes_per_token(config),
             flops_per_token=sum(shapes.layer_flops_per_token(config, i) for i in layers) / len(layers),
+            factor_nbytes=factors,
         )
 
     @property
@@ -97,9 +106,10 @@ class RankPlan:
 class GpuPlan:
     """What a GPU makes of the plan; field names are those of the JSON document.
 
-    copy_seconds_per_layer: of the rank that copies most. compute_seconds_per_layer: of one token, mean over the MoE
-    layers. break_even_tokens: tokens of a step whose compute lasts as long as the copy. kv_tokens: cached tokens of
-    one sequence on the fullest rank; None when no layer has a cache. smallest_ranks_that_fit: with balanced ranges.
+    fits: while it serves. copy_seconds_per_layer: from the peers, of the rank that copies most, with dense DWDP its
+    dense weights included. compute_seconds_per_layer: of one token, mean over the MoE layers. break_even_tokens: tokens
+    of a step whose compute lasts as long as the copy. kv_tokens: cached tokens of one sequence on the fullest rank;
+    None when no layer has a cache. smallest_ranks_that_fit: with balanced ranges.
     """
 
     fits: bool
@@ -119,6 +129,7 @@ class Plan:
     page_bytes: int
     ranks: tuple[RankPlan, ...]
     gpu: GpuPlan | None = None
+    dense: DensePlan | None = None
 
     def document(self) -> dict[str, Any]:
         """The document of `--json`."""
@@ -127,73 +138,106 @@ class Plan:
             "partition": {"kind": self.partition.kind, "ranges": ranges},
             "page_bytes": self.page_bytes,
             "ranks": [asdict(rank) for rank in self.ranks],
+            **({} if self.dense is None else {"dense": self.dense.document()}),
             **({} if self.gpu is None else asdict(self.gpu)),
         }
 
 
-def make_plan(sizes: ModelSizes, split: Split, num_slots: int, gpu: Gpu | None = None) -> Plan:
+def make_plan(
+    sizes: ModelSizes,
+    split: Split,
+    num_slots: int,
+    gpu: Gpu | None = None,
+    *,
+    dense: DenseSizes | None = None,
+    kv_fraction: float = KV_FRACTION,
+) -> Plan:
     """Raises ValueError for numbers that no partition takes, MemoryBudgetError when no page keeps the budget."""
     partition = ExpertPartition.from_config(split, num_experts=sizes.num_experts)
-    plan = _expert_plan(sizes, partition, num_slots)
+    plan = _expert_plan(sizes, partition, num_slots, dense)
     if gpu is None:
         return plan
-    left = min(bytes_left(sizes, rank, gpu) for rank in plan.ranks)
-    copy_seconds = max(rank.remote_bytes_per_layer for rank in plan.ranks) / (gpu.link_gb_per_s * 1e9)
+    left = min(bytes_left(sizes, rank, gpu, plan.dense) for rank in plan.ranks)
+    gathered = 0 if plan.dense is None else plan.dense.gathered_bytes
+    copied = max(rank.remote_bytes_per_layer for rank in plan.ranks) + gathered
+    copy_seconds = copied / (gpu.link_gb_per_s * 1e9)
     token_seconds = sizes.flops_per_token / gpu.flops_per_second
     stored = max(end - start for start, end in partition.ranges)
     gpu_plan = GpuPlan(
-        fits=_fits(sizes, left),
+        fits=_fits(sizes, left, kv_fraction),
         copy_seconds_per_layer=copy_seconds,
         compute_seconds_per_layer=token_seconds,
         break_even_tokens=-int(-copy_seconds // token_seconds),
-        kv_tokens=max(0, left // sizes.kv_token_nbytes) if sizes.kv_token_nbytes else None,
+        kv_tokens=cached_tokens(sizes, left, kv_fraction),
         state_bytes_per_sequence=sizes.state_nbytes,
         load_bytes_per_rank=stored * sizes.expert_nbytes * sizes.num_layers + sizes.whole_nbytes,
-        smallest_ranks_that_fit=smallest_ranks_that_fit(sizes, num_slots, gpu),
+        smallest_ranks_that_fit=smallest_ranks_that_fit(sizes, num_slots, gpu, dense=dense, kv_fraction=kv_fraction),
     )
-    return Plan(partition, num_slots, plan.page_bytes, plan.ranks, gpu_plan)
+    return replace(plan, gpu=gpu_plan)
 
 
-def bytes_left(sizes: ModelSizes, rank: RankPlan, gpu: Gpu) -> int:
-    """Bytes for cached tokens, below 0 when the rank does not fit: the GPU's memory less own experts, ring, weights
-    held whole, working reserve and one sequence's state."""
-    resident = rank.handle_bytes + rank.ring_bytes + sizes.whole_nbytes
+def bytes_left(sizes: ModelSizes, rank: RankPlan, gpu: Gpu, dense: DensePlan | None) -> int:
+    """Bytes for cached tokens, below 0 when the rank does not fit: the GPU's memory less own experts, ring, all other
+    weights as the rank holds them, working reserve and one sequence's state."""
+    others = sizes.whole_nbytes if dense is None else dense.held_bytes
+    resident = rank.handle_bytes + rank.ring_bytes + others
     return gpu.memory_bytes - resident - WORKING_RESERVE_BYTES - sizes.state_nbytes
 
 
-def smallest_ranks_that_fit(sizes: ModelSizes, num_slots: int, gpu: Gpu) -> int | None:
+def cached_tokens(sizes: ModelSizes, left: int, kv_fraction: float) -> int | None:
+    """Tokens in the KV cache's share of `left` bytes; None when no layer has a cache."""
+    if not sizes.kv_token_nbytes:
+        return None
+    return max(0, int(left * kv_fraction) // sizes.kv_token_nbytes)
+
+
+def smallest_ranks_that_fit(
+    sizes: ModelSizes,
+    num_slots: int,
+    gpu: Gpu,
+    *,
+    dense: DenseSizes | None = None,
+    kv_fraction: float = KV_FRACTION,
+) -> int | None:
     """The smallest N whose balanced ranges fit on every rank, None when there is none."""
-    for num_ranks in range(1, sizes.num_experts + 1):
+    for num_ranks in range(1 if dense is None else 2, sizes.num_experts + 1):
         partition = ExpertPartition.from_config(Split(num_ranks), num_experts=sizes.num_experts)
+        dense_plan = None if dense is None else dense.on(num_ranks, GRANULE_BYTES)
+
+        def fits(rank: RankPlan, dense_plan=dense_plan) -> bool:
+            return _fits(sizes, bytes_left(sizes, rank, gpu, dense_plan), kv_fraction)
+
         # Rank 0 alone, with the smallest pages, is quick and decides nearly always.
-        if not _fits(sizes, bytes_left(sizes, _rank_plan(sizes, partition, 0, num_slots, PAGE_BYTES), gpu)):
+        if not fits(_rank_plan(sizes, partition, 0, num_slots, PAGE_BYTES)):
             continue
         try:
-            plan = _expert_plan(sizes, partition, num_slots)
+            plan = _expert_plan(sizes, partition, num_slots, dense)
         except MemoryBudgetError:
             return None  # more ranks hold even more mappings
-        if all(_fits(sizes, bytes_left(sizes, rank, gpu)) for rank in plan.ranks):
+        if all(fits(rank) for rank in plan.ranks):
             return num_ranks
     return None
 
 
-def _fits(sizes: ModelSizes, left: int) -> bool:
+def _fits(sizes: ModelSizes, left: int, kv_fraction: float) -> bool:
     """At least one token has room."""
-    return left >= sizes.kv_token_nbytes
+    return left >= 0 and cached_tokens(sizes, left, kv_fraction) != 0
 
 
-def _expert_plan(sizes: ModelSizes, partition: ExpertPartition, num_slots: int) -> Plan:
+def _expert_plan(sizes: ModelSizes, partition: ExpertPartition, num_slots: int, dense: DenseSizes | None) -> Plan:
+    """The plan without a GPU. Dense DWDP is set up first: what it maps is gone from the budget."""
     ranks = range(len(partition.ranges))
     page_bytes = PAGE_BYTES
+    dense_plan = None if dense is None else dense.on(len(ranks), GRANULE_BYTES)
     if len(ranks) > 1:
         # One page size for all ranks: that of the rank with most mappings.
         page_bytes = fit_page_bytes(
             PAGE_BYTES,
             lambda page: max(_mappings(sizes, partition, rank, page) for rank in ranks),
-            MAPPING_BUDGET,
+            MAPPING_BUDGET - (0 if dense_plan is None else dense_plan.mappings),
         )
     plans = tuple(_rank_plan(sizes, partition, rank, num_slots, page_bytes) for rank in ranks)
-    return Plan(partition, num_slots, page_bytes, plans)
+    return Plan(partition, num_slots, page_bytes, plans, dense=dense_plan)
 
 
 def _rank_plan(sizes: ModelSizes, partition: ExpertPartition, rank: int, num_slots: int, page_bytes: int) -> RankPlan:
@@ -260,20 +304,52 @@ def _folder(model: str) -> Path:
 
 def run_plan(
     model: str,
+    ranks: int,
     format_name: str | None,
-    split: Split,
-    num_slots: int,
     gpu: Gpu | None,
     *,
+    config_file: Path | None = None,
+    experts: Mapping[str, int | None],
+    dense: bool = False,
+    dense_options: Mapping[str, Any],
+    kv_fraction: float | None = None,
     as_json: bool,
 ) -> None:
-    """Makes the plan and prints it. Raises ValueError or MemoryBudgetError before anything is printed."""
+    """Makes the plan and prints it. experts, dense_options: by field of their config sections, None where not given.
+
+    Raises ValueError or MemoryBudgetError before anything is printed.
+    """
+    from dwdp.executor.settings import SHIPPED_CONFIG
+    from dwdp.tools.plan_settings import read_settings
+
+    if kv_fraction is None:
+        kv_fraction = KV_FRACTION
+    elif gpu is None:
+        raise ConfigError(f"--kv-fraction {kv_fraction:g} has no effect without a GPU: name one or describe it")
+    elif not 0 < kv_fraction <= 1:
+        raise ConfigError(f"--kv-fraction {kv_fraction:g} must be above 0 and at most 1")
     config, format_name = read_model(model, format_name)
+    shipped = None if model in KNOWN_MODELS else _folder(model) / SHIPPED_CONFIG
+    settings = read_settings(ranks, config_file, shipped, experts=experts, dense=dense, dense_options=dense_options)
     sizes = ModelSizes.of(config, _FORMATS[format_name])
-    plan = make_plan(sizes, split, num_slots, gpu)
+    dense_sizes = None
+    if settings.dense is not None:
+        dense_sizes = DenseSizes.of(config, settings.dense, factor_nbytes=sizes.factor_nbytes)
+    size, stride, num_slots = settings.experts.values()
+    split = Split(ranks, size, stride)
+    plan = make_plan(sizes, split, num_slots, gpu, dense=dense_sizes, kv_fraction=kv_fraction)
+    for note in settings.notes:
+        print(f"dwdp: {note}", file=sys.stderr)
     if as_json:
         print(json.dumps(plan.document()))
         return
     from dwdp.tools.plan_text import print_plan
 
-    print_plan(f"{model} with {format_name} experts", sizes, plan, gpu)
+    title = f"{model} with {format_name} experts"
+    if dense_sizes is None:
+        print_plan(title, sizes, plan, gpu, kv_fraction=kv_fraction)
+    else:
+        alone = make_plan(sizes, split, num_slots, gpu, kv_fraction=kv_fraction)
+        print_plan(
+            title, sizes, plan, gpu, kv_fraction=kv_fraction, alone=alone, dense=dense_sizes, settings=settings.dense
+        )

@@ -2,39 +2,123 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from dwdp.config.schema import DenseConfig
+from dwdp.runtime.dense_schedule import SLOT_COUNTS
 from dwdp.tools.hardware import COPY_SLOWDOWN, MATMUL_SHARE, Gpu
 from dwdp.tools.plan import (
     GRANULE_BYTES,
     MAPPING_BUDGET,
     PAGE_BYTES,
     WORKING_RESERVE_BYTES,
+    GpuPlan,
     ModelSizes,
     Plan,
     RankPlan,
     bytes_left,
 )
+from dwdp.tools.plan_dense import DensePlan, DenseSizes
 
 
-def print_plan(title: str, sizes: ModelSizes, plan: Plan, gpu: Gpu | None) -> None:
-    """title: model and format."""
+def print_plan(
+    title: str,
+    sizes: ModelSizes,
+    plan: Plan,
+    gpu: Gpu | None,
+    *,
+    kv_fraction: float,
+    alone: Plan | None = None,
+    dense: DenseSizes | None = None,
+    settings: DenseConfig | None = None,
+) -> None:
+    """title: model and format. With dense DWDP: `alone` is the plan without it."""
     console = Console(highlight=False, soft_wrap=True)
     layer, num_layers = sizes.layer_nbytes, sizes.num_layers
     console.print(
         f"{title}: {num_layers:,} MoE layers of {sizes.num_experts:,} experts, {_gib(layer)} a layer, "
         f"{_gib(layer * num_layers)} in all."
     )
-    own = max(end - start for start, end in plan.partition.ranges) * sizes.expert_nbytes * num_layers
+    own = _own_experts(sizes, plan)
     console.print(
         f"Partition: {plan.partition.describe()}, on {_ranks(len(plan.ranks))}; up to {_gib(own)} of experts a rank."
     )
     console.print(_pages(sizes, plan))
     console.print(_rank_table(plan))
+    if dense is not None:
+        print_dense(console, sizes, plan.dense, dense, settings)
     if gpu is not None:
-        _print_gpu(console, sizes, plan, gpu)
+        loads_whole = dense is not None and settings.load == "whole"
+        _print_gpu(console, sizes, plan, gpu, kv_fraction, alone, loads_whole=loads_whole)
+
+
+def print_dense(console: Console, sizes: ModelSizes, plan: DensePlan, dense: DenseSizes, settings: DenseConfig) -> None:
+    """What moves and what stays, and what that makes of a rank."""
+    segments, least = ",".join(settings.segments), f"{settings.min_bytes:,}"
+    table = Table(
+        title=f"Dense DWDP, segments {segments}, min_bytes {least}, sizes in GiB",
+        title_justify="left",
+        box=box.SIMPLE,
+    )
+    table.add_column("weights")
+    for heading in ("layers", "one layer", "in all"):
+        table.add_column(heading, justify="right")
+    for kind, what in _KINDS.items():
+        if kind in dense.kinds:
+            count, nbytes = dense.kinds[kind]
+            table.add_row(f"moved: {what}", f"{count:,}", _number(nbytes), _number(count * nbytes))
+    for why, nbytes in dense.stays.items():
+        table.add_row(f"held whole: {why}", "", "", _number(nbytes))
+    console.print(table)
+    if not plan.layout.blobs:
+        console.print(
+            f"Dense DWDP moves nothing: no storage that may move has {least} bytes; lower --min-bytes "
+            "(dense_dwdp.min_bytes, DWDP_DENSE_MIN_BYTES)."
+        )
+        return
+    handles = "one handle" if len(plan.handles) == 1 else f"{len(plan.handles):,} handles of whole layers"
+    rounding = plan.stored_bytes - sum(blob.row_nbytes for blob in plan.layout.blobs)
+    slots = " and ".join(
+        f"{number} for {segment}(l) of {_gib(plan.layout.largest(segment))}"
+        for segment, number in SLOT_COUNTS.items()
+        if plan.layout.largest(segment)
+    )
+    console.print(
+        f"Moved: {_gib(plan.moved_bytes)} in {len(plan.layout.blobs):,} blobs. A rank stores a row of each, "
+        f"{_gib(plan.stored_bytes)} in {handles} ({rounding:,} bytes of it round up to granules), and gathers into "
+        f"{_gib(plan.slot_bytes)} of slots: {slots}. That adds {plan.mappings:,} mappings."
+    )
+    saved = sizes.whole_nbytes - plan.held_bytes
+    console.print(
+        f"Whole a rank holds {_gib(plan.replicated_bytes)} instead of {_gib(sizes.whole_nbytes)}; rows and slots "
+        f"counted it holds {_gib(abs(saved))} {'less' if saved >= 0 else 'more'} than without dense DWDP."
+    )
+
+
+_KINDS = {"A kda": "A(l) of a KDA layer", "A mla": "A(l) of an MLA layer", "D": "D(l) of an MoE block"}
+
+
+def _setup_peak(sizes: ModelSizes, plan: Plan, gpu: Gpu) -> str:
+    """load: whole keeps the originals until the commit, before the expert ring is allocated."""
+    peak = _own_experts(sizes, plan) + sizes.whole_nbytes + plan.dense.stored_bytes + plan.dense.slot_bytes
+    over = peak - gpu.memory_bytes
+    return (
+        f"While it sets up, before its whole dense weights are given back, a rank holds {_gib(peak)}"
+        + (
+            f", {_gib(over)} more than the GPU has, unless it loads straight into rows (load: sharded)"
+            if over > 0
+            else ""
+        )
+        + "."
+    )
+
+
+def _own_experts(sizes: ModelSizes, plan: Plan) -> int:
+    return max(end - start for start, end in plan.partition.ranges) * sizes.expert_nbytes * sizes.num_layers
 
 
 def _pages(sizes: ModelSizes, plan: Plan) -> str:
@@ -70,27 +154,44 @@ def _rank_table(plan: Plan) -> Table:
     return table
 
 
-def _print_gpu(console: Console, sizes: ModelSizes, plan: Plan, gpu: Gpu) -> None:
+def _print_gpu(
+    console: Console,
+    sizes: ModelSizes,
+    plan: Plan,
+    gpu: Gpu,
+    kv_fraction: float,
+    alone: Plan | None,
+    *,
+    loads_whole: bool,
+) -> None:
     result = plan.gpu
-    fullest = min(plan.ranks, key=lambda rank: bytes_left(sizes, rank, gpu))
-    left = bytes_left(sizes, fullest, gpu)
-    console.print(_memory_table(sizes, fullest, left, gpu))
+    fullest = min(plan.ranks, key=lambda rank: bytes_left(sizes, rank, gpu, plan.dense))
+    left = bytes_left(sizes, fullest, gpu, plan.dense)
+    plans = [plan] if alone is None else [alone, plan]
+    console.print(_memory_table(sizes, plans, fullest.rank, gpu))
+    with_dense = "" if alone is None else " with dense DWDP"
     if not result.fits:
-        console.print(f"It does not fit: rank {fullest.rank} lacks {_gib(max(-left, 1))}.")
+        console.print(f"It does not fit{with_dense}: rank {fullest.rank} lacks {_gib(max(-left, 1))}.")
     elif result.kv_tokens is None:
-        console.print("It fits; no layer caches tokens.")
+        console.print(f"It fits{with_dense}; no layer caches tokens.")
     else:
         console.print(
-            f"It fits, with room for {result.kv_tokens:,} cached tokens of {sizes.kv_token_nbytes:,} bytes a rank."
+            f"It fits{with_dense}, with room for {result.kv_tokens:,} cached tokens of {sizes.kv_token_nbytes:,} bytes "
+            f"a rank in {kv_fraction:g} of what is left{_gained(result, alone)}."
         )
     if result.smallest_ranks_that_fit is None:
+        held = sizes.whole_nbytes if plan.dense is None else plan.dense.replicated_bytes
         console.print(
-            "No number of ranks fits this GPU within the mapping budget: every rank holds "
-            f"{_gib(sizes.whole_nbytes)} of weights whole, and with many ranks the ring comes near "
+            f"No number of ranks fits this GPU{with_dense} within the mapping budget: every rank holds "
+            f"{_gib(held)} of weights whole, and with many ranks the ring comes near "
             f"{_gib(_slots(sizes, plan) * sizes.layer_nbytes)}."
         )
     else:
-        console.print(f"The smallest number of ranks that fits, balanced: {result.smallest_ranks_that_fit:,}.")
+        console.print(
+            f"The smallest number of ranks that fits, balanced: {result.smallest_ranks_that_fit:,}{_alone_fits(alone)}."
+        )
+    if loads_whole:
+        console.print(_setup_peak(sizes, plan, gpu))
     console.print(f"A rank reads at most {_gib(result.load_bytes_per_rank)} of weights when it starts.")
     if len(plan.ranks) > 1:
         console.print(
@@ -106,21 +207,47 @@ def _print_gpu(console: Console, sizes: ModelSizes, plan: Plan, gpu: Gpu) -> Non
     console.print(f"Sources: {gpu.source}.")
 
 
-def _memory_table(sizes: ModelSizes, rank: RankPlan, left: int, gpu: Gpu) -> Table:
-    table = Table(title=f"Memory of rank {rank.rank}, the fullest", title_justify="left", box=box.SIMPLE)
+def _gained(result: GpuPlan, alone: Plan | None) -> str:
+    if alone is None:
+        return ""
+    if not alone.gpu.fits:
+        return "; experts alone do not fit"
+    return f", {result.kv_tokens - alone.gpu.kv_tokens:,} more than the {alone.gpu.kv_tokens:,} with experts alone"
+
+
+def _alone_fits(alone: Plan | None) -> str:
+    if alone is None:
+        return ""
+    smallest = alone.gpu.smallest_ranks_that_fit
+    return f" (with experts alone: {'none' if smallest is None else f'{smallest:,}'})"
+
+
+def _memory_table(sizes: ModelSizes, plans: Sequence[Plan], rank: int, gpu: Gpu) -> Table:
+    """A column of GiB for each plan; the last one's fullest rank is `rank`."""
+    table = Table(title=f"Memory of rank {rank}, the fullest", title_justify="left", box=box.SIMPLE)
     table.add_column("on the GPU described" if gpu.name == "described" else f"on {gpu.name}")
-    table.add_column("GiB", justify="right")
-    for what, nbytes in (
-        ("own experts, all layers", rank.handle_bytes),
-        ("ring", rank.ring_bytes),
-        ("weights held whole: all but the routed experts", sizes.whole_nbytes),
-        ("working reserve: CUDA context, activations", WORKING_RESERVE_BYTES),
-        ("state of one sequence", sizes.state_nbytes),
-        ("left for cached tokens", left),
-        ("memory", gpu.memory_bytes),
-    ):
-        table.add_row(what, _number(nbytes))
+    for heading in ("GiB",) if len(plans) == 1 else ("GiB, experts alone", "with dense"):
+        table.add_column(heading, justify="right")
+    columns = [_memory(sizes, plan, plan.ranks[rank], gpu) for plan in plans]
+    for what in columns[-1]:
+        table.add_row(what, *(_number(column.get(what, 0)) for column in columns))
     return table
+
+
+def _memory(sizes: ModelSizes, plan: Plan, rank: RankPlan, gpu: Gpu) -> dict[str, int]:
+    """What -> bytes, adding up to the memory."""
+    dense = plan.dense
+    parts = {"own experts, all layers": rank.handle_bytes, "ring": rank.ring_bytes}
+    if dense is not None:
+        parts |= {"own rows of dense weights": dense.stored_bytes, "slots of dense weights": dense.slot_bytes}
+    held = sizes.whole_nbytes if dense is None else dense.replicated_bytes
+    return parts | {
+        "other weights, held whole": held,
+        "working reserve: CUDA context, activations": WORKING_RESERVE_BYTES,
+        "state of one sequence": sizes.state_nbytes,
+        "left for cached tokens": bytes_left(sizes, rank, gpu, dense),
+        "memory": gpu.memory_bytes,
+    }
 
 
 def _gib(nbytes: int) -> str:

@@ -13,13 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from dwdp.errors import DwdpError
 from dwdp.partition.experts import handle_geometry
 from dwdp.partition.layout import DenseLayout
 from dwdp.weights.plan import CompositeGeometry, composite_geometry, round_up
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -158,6 +160,8 @@ class RowStore:
 
     def row(self, rank: int, number: int) -> torch.Tensor:
         """uint8 [row_nbytes], zero-copy; only this rank's own row may be written."""
+        import torch
+
         shape = (self.layout.blobs[number].row_nbytes,)
         area = self.ranges[rank, self.place[number]]
         return self.domain.tensor(area, self._offset(rank, number), shape, torch.uint8)
