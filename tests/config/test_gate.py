@@ -123,16 +123,10 @@ def test_standalone_roles_that_decode_pass_with_one_warning_naming_the_bytes(war
     "fields,mode,part",
     [
         ({"device": "cuda"}, "off", "device: cuda"),
-        ({"dwdp": {"contention_opt": True}}, "off", "dwdp.contention_opt"),
-        ({"dwdp": {"prefetch_gather": True}}, "off", "dwdp.prefetch_gather"),
-        ({"dwdp": {"gather_kernel": "tma"}}, "off", "dwdp.gather_kernel: tma"),
-        ({"dwdp": {"sm_reserve": 0}}, "off", "dwdp.sm_reserve: 0"),
         ({"dwdp": {"memory": "cuda"}}, "off", "dwdp.memory: cuda"),
         ({"dwdp": {"handle_type": "fabric"}}, "off", "dwdp.handle_type: fabric"),
         ({"dense": {"load": "sharded"}}, "attached", "dense_dwdp.load: sharded"),
         ({"dense": {"roots": "discover"}}, "attached", "dense_dwdp.roots: discover"),
-        ({"dense": {}}, "standalone", "dense_dwdp.copy: batched .*set per_slice"),
-        ({"dense": {"copy": "gather"}}, "standalone", "dense_dwdp.copy: gather"),
     ],
 )
 def test_a_setting_that_nothing_serves_yet_is_refused_by_name(fields, mode, part):
@@ -143,11 +137,55 @@ def test_a_setting_that_nothing_serves_yet_is_refused_by_name(fields, mode, part
         check_supported(config, mode)
 
 
+def test_a_reserve_of_sms_is_refused_where_there_are_none():
+    for count in (0, 8):
+        config = ServeConfig(ranks=2, dwdp=DwdpConfig(dwdp_size=2, sm_reserve=count))
+        with pytest.raises(ConfigError, match=rf"dwdp.sm_reserve: {count} \(DWDP_SM_RESERVE\) needs a GPU"):
+            check_supported(config, "off")
+
+
+def test_every_transfer_passes_and_a_kernel_without_the_gather_is_one_warning(warnings):
+    for fields in (
+        {"contention_opt": True},
+        {"prefetch_gather": True},
+        {"prefetch_gather": True, "contention_opt": True},
+        {"prefetch_gather": True, "gather_kernel": "ldst"},
+    ):
+        check_supported(ServeConfig(ranks=2, dwdp=DwdpConfig(dwdp_size=2, **fields)), "attached")
+    assert warnings() == []
+    dwdp = DwdpConfig(dwdp_size=2, gather_kernel="ldst", contention_opt=True)
+    check_supported(ServeConfig(ranks=2, dwdp=dwdp), "off")
+    (line,) = warnings()
+    assert "dwdp.gather_kernel: ldst (DWDP_GATHER_KERNEL) has no effect" in line and "prefetch_gather" in line
+
+
+@pytest.mark.parametrize("dense", [True, False])
+def test_a_transfer_that_the_device_cannot_do_is_refused_by_the_name_that_asks_for_it(dense):
+    attached = replace(ATTACHED, dense=dense)
+    for transfer, missing, name in (
+        ("gather", "gather_available", r"dwdp.prefetch_gather \(DWDP_PREFETCH_GATHER\)"),
+        ("batched", "batched_available", "dwdp.contention_opt"),
+    ):
+        able = replace(attached, expert_transfer=transfer, gather_available=True, batched_available=True)
+        assert check_launch(able) == ("attached" if dense else "off")
+        with pytest.raises(GateError, match=f"{name} needs .*not have"):
+            check_launch(replace(able, **{missing: False}))
+        check_launch(replace(able, **{missing: False}, expert_transfer="per_slice"))
+
+
+def test_standalone_without_batched_copies_is_told_to_ask_for_another_transfer():
+    for copy in (None, "batched"):
+        with pytest.raises(GateError, match="DWDP_DENSE_COPY.*batched.*set per_slice"):
+            check_launch(replace(STANDALONE, dense_copy=copy, batched_available=False))
+    assert check_launch(replace(STANDALONE, dense_copy="per_slice", batched_available=False)) == "standalone"
+
+
 def test_what_is_served_passes_also_with_the_default_copy_attached():
     dwdp = DwdpConfig(dwdp_size=2, memory="host", num_prefetch_slots=4)
     check_supported(ServeConfig(ranks=2, dwdp=dwdp, dense_dwdp=DenseConfig(enabled=True)), "attached")
     check_supported(ServeConfig(ranks=2, dwdp=dwdp, dense_dwdp=DenseConfig(load="sharded")), "off")
-    check_supported(ServeConfig(ranks=2, dense_dwdp=DenseConfig(copy="per_slice")), "standalone")
+    for copy in ("batched", "per_slice", "gather"):
+        check_supported(ServeConfig(ranks=2, dense_dwdp=DenseConfig(copy=copy)), "standalone")
     check_supported(ServeConfig(overlap_scheduler=True), "off")
 
 

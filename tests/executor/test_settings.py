@@ -38,6 +38,42 @@ def test_dense_dwdp_is_on_by_its_section_or_by_its_variable_and_the_log_says_whi
     assert any("DWDP_DENSE" in line and "overrides" in line for line in caplog.messages)
 
 
+GATHER = "transfer gather (prefetch_gather, kernel {}, as its twin on the host{})"
+
+
+@pytest.mark.parametrize(
+    "dwdp, environ, shown",
+    [
+        ({}, {}, "transfer per_slice (the default)"),
+        ({"contention_opt": True}, {}, "transfer batched (contention_opt)"),
+        ({"prefetch_gather": True}, {}, GATHER.format("auto", "")),
+        ({"prefetch_gather": True, "gather_kernel": "ldst"}, {}, GATHER.format("ldst", "")),
+        (
+            {"prefetch_gather": True, "contention_opt": True},
+            {"DWDP_GATHER_KERNEL": "tma"},
+            GATHER.format("tma", "; contention_opt has no effect beside it"),
+        ),
+        ({"prefetch_gather": True, "contention_opt": True}, {"DWDP_PREFETCH_GATHER": "0"}, "transfer batched"),
+        ({}, {"TRTLLM_DWDP_PREFETCH_GATHER": "1"}, GATHER.format("auto", "")),
+    ],
+)
+def test_the_log_names_the_transfer_of_a_launch_and_what_chose_it(tiny, caplog, dwdp, environ, shown):
+    with caplog.at_level("INFO", "dwdp"):
+        resolve(tiny, device="cpu", ranks=2, dwdp=dwdp, environ=environ)
+    (line,) = [line for line in caplog.messages if line.startswith("domain host")]
+    assert shown in line
+    for name in environ:
+        assert sum(f"{name}=" in line and "overrides dwdp." in line for line in caplog.messages) == 1
+
+
+def test_a_kernel_without_the_gather_warns_and_sms_to_reserve_are_refused(tiny, caplog):
+    with caplog.at_level("WARNING", "dwdp"):
+        resolve(tiny, device="cpu", ranks=2, environ={"DWDP_GATHER_KERNEL": "ldst"})
+    assert sum("DWDP_GATHER_KERNEL" in line and "the gather is off" in line for line in caplog.messages) == 1
+    with pytest.raises(ConfigError, match="DWDP_SM_RESERVE.*needs a GPU"):
+        resolve(tiny, device="cpu", ranks=2, environ={"DWDP_SM_RESERVE": "8"})
+
+
 def test_max_seq_len_is_the_models_and_at_most_4096_on_the_host_unless_set(tmp_path):
     long = write_tiny(tmp_path / "long", max_position_embeddings=9000)
     assert start(long).settings.max_seq_len == 4096

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import functools
+import logging
+import threading
+from collections import Counter
 
 import pytest
 import torch
 
+from dwdp.runtime import dense as dense_runtime
+from dwdp.runtime import experts, setup_dense, setup_experts
+from dwdp.weights import copy, transfers
 from tests.support.system import DENSE, prompt, replicated, shared, write_random
 
 LENGTH, CHUNK, DECODE = 24, 9, 3
@@ -125,6 +131,75 @@ def test_experts_alone_attention_alone_a_chunked_store_and_mapped_rows_change_no
         assert all(torch.equal(logits[k], v) for k, v in references(7, "float32")[rank].items())
         check_counters(report["counters"])
         assert (report["ledger"]["dense_moved_bytes"] == 0) == (dense is None)
+
+
+TRANSFERS = [
+    # dwdp section, environment -> the transfer, its kernel
+    ({}, {}, "per_slice", None),
+    ({"contention_opt": True}, {}, "batched", None),
+    ({"prefetch_gather": True}, {}, "gather", "tma"),
+    ({"prefetch_gather": True, "gather_kernel": "ldst"}, {}, "gather", "ldst"),
+    ({"prefetch_gather": True, "contention_opt": True}, {}, "gather", "tma"),
+    ({}, {"DWDP_PREFETCH_GATHER": "1"}, "gather", "tma"),
+    ({"prefetch_gather": True, "contention_opt": True}, {"DWDP_PREFETCH_GATHER": "0"}, "batched", None),
+    ({"prefetch_gather": True, "gather_kernel": "tma"}, {"TRTLLM_DWDP_GATHER_KERNEL": "ldst"}, "gather", "ldst"),
+]
+
+
+@pytest.mark.parametrize("dwdp, environ, transfer, kernel", TRANSFERS)
+def test_every_transfer_moves_experts_and_dense_weights_bit_for_bit(
+    models, references, dwdp, environ, transfer, kernel, monkeypatch, caplog
+):
+    """The sizes of slice and tile are made small, so that rows of this model are many of them.
+
+    Mutation-checked: a batch that is planned without its last slice is refused by set-up's verification (what is lost
+    later changes the logits, see test_negative_controls); a Transfer that ignores one of the fields.
+    """
+    monkeypatch.setattr(transfers, "SLICE_UNIT_BYTES", 4096)
+    monkeypatch.setattr(transfers, "TILE_BYTES", 4096)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    caplog.set_level(logging.INFO, "dwdp")
+    barrier = threading.Barrier(3)
+
+    def body(rank):
+        barrier.wait(30)
+        if rank.rank == 0:
+            ran.clear()  # from here on no set-up copies
+        barrier.wait(30)
+        return compute(rank), rank.report(), rank.manager.report
+
+    ran = count_submissions(monkeypatch)
+    for rank, (logits, report, setup) in enumerate(shared(models(33), 3, body, dwdp=dwdp)):
+        for part in ("experts", "dense"):
+            assert (setup[part]["transfer"], setup[part]["gather_kernel"]) == (transfer, kernel)
+        for name, value in references(33, "float32")[rank].items():
+            assert torch.equal(logits[name], value), (rank, name)
+        check_counters(report["counters"])
+    shown = transfer if kernel is None else f"{transfer} ({kernel})"
+    lines = [record.getMessage() for record in caplog.records]
+    assert sum(line.startswith(f"expert transfer: {shown}, ") for line in lines) == 3, "once a rank"
+    assert sum("dense DWDP committed" in line and line.endswith(f"transfer {shown}") for line in lines) == 3
+    # What really ran, experts and dense: each dense row of a rank's own is a plain copy with every transfer.
+    assert ran["plain"] > 0
+    assert (ran["batched"] > 0) == (transfer == "batched")
+    assert {name for name in ("tma", "ldst") if ran[name]} == ({kernel} if kernel else set())
+
+
+def count_submissions(monkeypatch) -> Counter:
+    """How often each kind of submission runs, over all ranks."""
+    ran, run = Counter(), copy.run_plan
+
+    def counted(plan):
+        ran["batched"] += bool(plan.batch)
+        ran["plain"] += len(plan.slices)
+        if plan.gather is not None:
+            ran[plan.gather.kernel] += 1
+        run(plan)
+
+    for module in (experts, dense_runtime, setup_experts, setup_dense):
+        monkeypatch.setattr(module, "run_plan", counted)
+    return ran
 
 
 def test_one_rank_alone_computes_the_same(models, references):

@@ -103,7 +103,8 @@ def test_experts_alone_are_not_primed_when_the_last_fill_stops_at_the_last_layer
 
 
 @pytest.mark.parametrize("dense", [None, DENSE], ids=["experts", "experts and dense"])
-def test_a_copy_that_skips_a_slice_after_setup_gives_wrong_logits(model, expected, dense, monkeypatch):
+@pytest.mark.parametrize("transfer", [{}, {"contention_opt": True}, {"prefetch_gather": True}], ids=str)
+def test_a_copy_that_skips_a_slice_after_setup_gives_wrong_logits(model, expected, dense, transfer, monkeypatch):
     """Every slot was filled right in setup, so the skipped bytes are another layer's, not zeros."""
     skipping = threading.Event()
 
@@ -111,14 +112,21 @@ def test_a_copy_that_skips_a_slice_after_setup_gives_wrong_logits(model, expecte
         slices = list(slices)
         return run(slices[:-1] if skipping.is_set() and len(slices) > 1 else slices)
 
-    run = copy.copy_slices
-    monkeypatch.setattr(copy, "copy_slices", skip_last)
+    def skip_last_tile(*args):
+        found = list(tiles(*args))
+        return found[:-1] if skipping.is_set() else found
+
+    run, tiles = copy.copy_slices, copy.worker_tiles
+    monkeypatch.setattr(copy, "worker_tiles", skip_last_tile)
+    if "prefetch_gather" not in transfer:
+        monkeypatch.setattr(copy, "copy_slices", skip_last)
 
     def body(rank):
         skipping.set()
         return rank.logits(prompt(0, LENGTH), chunk_size=8, decode=2)
 
-    assert any(not torch.equal(x, expected) for x in shared(model, 3, body, dwdp=NO_CHECKS, dense=dense))
+    dwdp = NO_CHECKS | transfer
+    assert any(not torch.equal(x, expected) for x in shared(model, 3, body, dwdp=dwdp, dense=dense))
 
 
 def test_a_row_changed_in_its_owners_store_after_setup_changes_the_peers_logits(model, expected):

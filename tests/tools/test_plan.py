@@ -248,6 +248,16 @@ def test_the_smallest_number_agrees_with_planning_every_number():
     assert None in answers and len(answers) > 3
 
 
+def test_what_each_transfer_submits_for_a_layer_is_printed(capsys):
+    """12 ranks: 4 tables from 11 peers; 821 experts of 14.64 GiB / 896 in slices of 28 MiB at most."""
+    run(["plan", "--model", "kimi-k3", "--ranks", "12"])
+    text = capsys.readouterr().out
+    assert "by default 44 copies; with contention_opt one batch of 509 slices of up to 28 MiB" in text
+    assert "with prefetch_gather one launch over the 44 runs, by peer" in text
+    run(["plan", "--model", "kimi-k3", "--ranks", "1"])
+    assert "submits" not in capsys.readouterr().out
+
+
 def test_a_described_gpu_is_used_as_given(capsys):
     options = ("--ranks", "16", "--format", "nvfp4", "--link-gbps", "100", "--tflops", "989", "--gpu-memory", "300")
     document, h200 = planned(capsys, *options), planned(capsys, *options[:4], "--gpu", "h200")

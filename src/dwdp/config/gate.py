@@ -1,4 +1,4 @@
-"""The launch gate: refuses, before anything is built, what dense DWDP cannot serve. It probes nothing."""
+"""The launch gate: refuses, before anything is built, what DWDP cannot serve. It probes nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MODES = (
 
 
 class GateError(ValueError):
-    """A launch that dense DWDP cannot serve; the message names the first requirement that it breaks."""
+    """A launch that DWDP cannot serve; the message names the first requirement that it breaks."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,9 @@ class LaunchSettings:
     dense: dense DWDP is asked for. dwdp_size: of the `dwdp` section, None (or 0) without one. sleep, lora,
     speculative: whether one is configured. exportable_memory: memory handles can reach the peers.
     dense_copy: the text that asks for a copy mode, unread; None when nothing does. group: how the ranks
-    meet, `store` or `mpi`. gather_available: the gather kernel runs here. gathered_bytes_per_step: what one
-    step of a standalone launch gathers, when it is known.
+    meet, `store` or `mpi`. gather_available, batched_available: the gather kernel, batched copies run here.
+    expert_transfer: how expert copies are to be submitted, None without expert DWDP. gathered_bytes_per_step:
+    what one step of a standalone launch gathers, when it is known.
     """
 
     dense: bool = False
@@ -53,12 +54,18 @@ class LaunchSettings:
     dense_copy: str | None = None
     group: str = "store"
     gather_available: bool = False
+    batched_available: bool = True
+    expert_transfer: str | None = None
     role: str = "context"
     gathered_bytes_per_step: int | None = None
 
 
 def check_launch(settings: LaunchSettings) -> Mode:
-    """The mode of dense DWDP for this launch. Raises GateError naming the first requirement it breaks."""
+    """The mode of dense DWDP for this launch. Raises GateError naming the first requirement it breaks.
+
+    A transfer that is asked for and not available here is refused with and without dense DWDP.
+    """
+    _check_expert_transfer(settings)
     if not settings.dense:
         return "off"
     _check_both_modes(settings)
@@ -72,6 +79,17 @@ def check_launch(settings: LaunchSettings) -> Mode:
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise GateError(message)
+
+
+def _check_expert_transfer(settings: LaunchSettings) -> None:
+    for transfer, asked, available, what in (
+        ("gather", "dwdp.prefetch_gather (DWDP_PREFETCH_GATHER)", settings.gather_available, "the gather kernel"),
+        ("batched", "dwdp.contention_opt", settings.batched_available, "batched copies"),
+    ):
+        _require(
+            settings.expert_transfer != transfer or available,
+            f"{asked} needs {what}, which this device does not have: switch it off, expert DWDP runs without",
+        )
 
 
 def _check_both_modes(settings: LaunchSettings) -> None:
@@ -137,6 +155,10 @@ def _check_standalone(settings: LaunchSettings) -> None:
         copy in COPY_MODES,
         f"DWDP_DENSE_COPY (dense_dwdp.copy) accepts {', '.join(COPY_MODES)}: it is {settings.dense_copy!r}",
     )
+    _require(
+        copy != "batched" or settings.batched_available,
+        "DWDP_DENSE_COPY (dense_dwdp.copy) batched needs batched copies, which are not available here: set per_slice",
+    )
     if copy == "gather":
         _require(
             settings.gather_available,
@@ -159,7 +181,8 @@ def _check_standalone(settings: LaunchSettings) -> None:
 def check_supported(config: ServeConfig, mode: Mode) -> None:
     """Refuses settings that the schema knows and that no code serves yet.
 
-    config: as `resolve` gives it. mode: as `check_launch` gives it. Raises ConfigError naming the fields.
+    config: as `resolve` gives it. mode: as `check_launch` gives it. Raises ConfigError naming the fields. A
+    choice of the gather's kernel where the gather is off is a warning, as a launch script may always set it.
     """
     wanted = []
     if config.device == "cuda":
@@ -170,13 +193,20 @@ def check_supported(config: ServeConfig, mode: Mode) -> None:
             raise ConfigError("overlap_scheduler: true does not go with expert DWDP")
         if config.tp_size > 1:
             raise ConfigError(f"tp_size {config.tp_size} does not go with a dwdp section; remove one of them")
+        if dwdp.sm_reserve is not None:
+            raise ConfigError(
+                f"dwdp.sm_reserve: {dwdp.sm_reserve} (DWDP_SM_RESERVE) needs a GPU: a host device has no SMs to "
+                "keep free"
+            )
+        if dwdp.gather_kernel != "auto" and not dwdp.prefetch_gather:
+            logger.warning(
+                "dwdp.gather_kernel: %s (DWDP_GATHER_KERNEL) has no effect: the gather is off; "
+                "dwdp.prefetch_gather (DWDP_PREFETCH_GATHER) switches it on",
+                dwdp.gather_kernel,
+            )
         wanted += [
             f"dwdp.{field}: {shown}"
             for field, shown, used in (
-                ("contention_opt", "true", dwdp.contention_opt),
-                ("prefetch_gather", "true", dwdp.prefetch_gather),
-                ("gather_kernel", dwdp.gather_kernel, dwdp.gather_kernel != "auto"),
-                ("sm_reserve", dwdp.sm_reserve, dwdp.sm_reserve is not None),
                 ("memory", dwdp.memory, dwdp.memory == "cuda"),
                 ("handle_type", dwdp.handle_type, dwdp.handle_type != "auto"),
             )
@@ -194,7 +224,5 @@ def check_supported(config: ServeConfig, mode: Mode) -> None:
             for field, served in (("load", "whole"), ("roots", "declared"))
             if getattr(dense, field) != served
         ]
-        if mode == "standalone" and dense.copy != "per_slice":
-            wanted.append(f"dense_dwdp.copy: {dense.copy} (DWDP_DENSE_COPY; set per_slice)")
     if wanted:
         raise ConfigError(f"not supported yet: {', '.join(wanted)}")

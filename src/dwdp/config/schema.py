@@ -76,7 +76,7 @@ class DwdpConfig(Section):
     num_prefetch_slots: _whole(2) = Field(2, description="Ring slots for the remote experts of a layer.")
     contention_opt: bool = Field(False, description="Batched copies, slices dealt over the peers.")
     prefetch_gather: bool = Field(False, description="Move experts by an SM gather.")
-    gather_kernel: Literal["auto", "tma", "ldst"] = Field("auto", description="Kernel of the gather.")
+    gather_kernel: Literal["auto", "tma", "ldst"] = Field("auto", description="Kernel of the gather; auto: tma.")
     sm_reserve: NonNegative | None = Field(None, description="SMs kept out of persistent compute grids.")
     memory: Literal["auto", "cuda", "host"] = Field("auto", description="Memory domain.")
     handle_type: Literal["auto", "fabric", "posix_fd"] = Field("auto", description="CUDA handle type.")
@@ -101,6 +101,13 @@ class DwdpConfig(Section):
                 "or both positive"
             )
         return self
+
+    @property
+    def transfer(self) -> Literal["per_slice", "batched", "gather"]:
+        """How expert copies are submitted, and with them attached dense copies."""
+        if self.prefetch_gather:
+            return "gather"
+        return "batched" if self.contention_opt else "per_slice"
 
     def group_of(self, rank: int, world_size: int) -> tuple[int, int]:
         """(group, rank within the group) of `rank` in a world of `world_size` ranks.

@@ -157,12 +157,19 @@ def _choices(config: ServeConfig, device: str, device_why: str) -> str:
     shared = config.dwdp is not None and config.ranks > 1
     why_not = "weights are replicated" if config.dwdp is None else "one rank holds everything"
     domain = "host (memfds, the device is a CPU)" if shared else f"none ({why_not})"
-    transfer = "per_slice (batched and gather need CUDA)" if shared else f"none ({why_not})"
+    transfer = _transfer(config.dwdp) if shared else f"none ({why_not})"
     dtype = "float32 (auto, on a CPU)" if config.dtype == "auto" else f"{config.dtype} (asked for)"
     return (
         f"domain {domain}, device {device} ({device_why}), kernels eager torch (a CPU has no others), "
         f"transfer {transfer}, dtype {dtype}, ranks {config.ranks}"
     )
+
+
+def _transfer(dwdp: DwdpConfig) -> str:
+    if dwdp.prefetch_gather:
+        beside = "; contention_opt has no effect beside it" if dwdp.contention_opt else ""
+        return f"gather (prefetch_gather, kernel {dwdp.gather_kernel}, as its twin on the host{beside})"
+    return f"{dwdp.transfer} ({'contention_opt' if dwdp.contention_opt else 'the default'})"
 
 
 def _plain(section: Any) -> Any:
@@ -182,7 +189,9 @@ def _check_gate(config: ServeConfig, environ: Mapping[str, str] | None) -> str:
             exportable_memory=True,
             dense_copy=files.requested_dense_copy(config.dense_dwdp, environ),
             group="store",
-            gather_available=False,
+            gather_available=True,  # the host domain has a twin of each transfer
+            batched_available=True,
+            expert_transfer=None if config.dwdp is None else config.dwdp.transfer,
             role=config.role,
         )
     )

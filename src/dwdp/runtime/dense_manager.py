@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from dwdp.errors import DwdpError, ModelReleasedError
 from dwdp.runtime.counters import Counters
+from dwdp.weights.transfers import PER_SLICE, Transfer
 
 if TYPE_CHECKING:
     from dwdp.runtime.dense import DenseRuntime
@@ -71,10 +72,20 @@ class DenseDwdpManager:
         return False
 
     def setup(
-        self, model, *, group, domain, device, counters: Counters, free_bytes, verify_every: int = 0
+        self,
+        model,
+        *,
+        group,
+        domain,
+        device,
+        counters: Counters,
+        free_bytes,
+        verify_every: int = 0,
+        transfer: Transfer = PER_SLICE,
     ) -> dict[str, Any]:
         """Spreads the model's dense weights; see setup_dense.py. On a committed model: the same report again.
 
+        transfer: how the copies are submitted.
         A leak with STRICT raises on this rank after the commit, and publishes an abort.
         """
         from dwdp.partition.collect import decoder_layers
@@ -85,7 +96,9 @@ class DenseDwdpManager:
 
         if self.runtime is not None:
             return self.report
-        setup = DenseSetup(model, self.config, group=group, domain=domain, device=device, free_bytes=free_bytes)
+        setup = DenseSetup(
+            model, self.config, group=group, domain=domain, device=device, free_bytes=free_bytes, transfer=transfer
+        )
         self.report, self.weights = setup.run()
         if self.weights is None:
             return self.report

@@ -14,6 +14,7 @@ from dwdp.errors import DwdpError, ModelReleasedError
 from dwdp.partition.experts import ExpertPartition
 from dwdp.runtime.counters import Counters
 from dwdp.runtime.dense_manager import DenseDwdpManager, current_dense_manager, refuse_weight_change
+from dwdp.weights.transfers import Transfer
 
 if TYPE_CHECKING:
     from dwdp.runtime.experts import ExpertRuntime
@@ -36,6 +37,7 @@ class DwdpManager:
     def __init__(self, config, dense, *, group, domain, device, num_experts: int) -> None:
         self.config, self.group, self.domain, self.device = config, group, domain, device
         self.partition = ExpertPartition.from_config(config, num_experts=num_experts)
+        self.transfer = Transfer.named(config.transfer, config.gather_kernel)  # of expert and dense copies
         self.dense_config = dense
         enabled = dense is not None and dense.enabled
         if enabled and config.dwdp_size < 2:
@@ -116,6 +118,7 @@ class DwdpManager:
                 model,
                 counters=self._counters,
                 free_bytes=free_bytes,
+                transfer=self.transfer,
                 verify_every=self.config.verify_every,
                 **resources,
             )
@@ -140,6 +143,7 @@ class DwdpManager:
             host_memory_bytes=self.config.host_memory_bytes,
             dense_would_help=dense_report["status"] == "off" and has_dense_roots(model),
             restorable=not self._dense_committed,
+            transfer=self.transfer,
         )
 
     def _attach(self) -> None:

@@ -35,6 +35,7 @@ from dwdp.runtime.slots import DenseSlots, MappedSlots, gather_plans, mapped_slo
 from dwdp.weights.copy import run_plan
 from dwdp.weights.plan import CopyPlan
 from dwdp.weights.store import RowStore
+from dwdp.weights.transfers import PER_SLICE, Transfer
 
 logger = logging.getLogger(__name__)
 
@@ -79,11 +80,22 @@ class DenseWeights:
 class DenseSetup:
     """One attempt. `run()` returns the report and, when it committed, the weights; else the model is untouched.
 
-    free_bytes: called in P1, bytes of memory that may still be allocated. config: a DenseConfig.
+    free_bytes: called in P1, bytes of memory that may still be allocated. config: a DenseConfig. transfer: how the
+    copies are submitted; attached that of expert DWDP.
     """
 
-    def __init__(self, model: nn.Module, config, *, group, domain, device, free_bytes: Callable[[], int]) -> None:
-        self.model, self.config = model, config
+    def __init__(
+        self,
+        model: nn.Module,
+        config,
+        *,
+        group,
+        domain,
+        device,
+        free_bytes: Callable[[], int],
+        transfer: Transfer = PER_SLICE,
+    ) -> None:
+        self.model, self.config, self.transfer = model, config, transfer
         self.group, self.domain, self.device = group, domain, device
         self.free_bytes = free_bytes
         self.collected: Collected | None = None
@@ -231,7 +243,7 @@ class DenseSetup:
     def _map_peers(self, peers: dict[int, list[int]]) -> None:
         for rank, descriptors in peers.items():
             self.store.import_rows(rank, descriptors)
-        self.plans = gather_plans(self.layout, self.store, self.slots)
+        self.plans = gather_plans(self.layout, self.store, self.slots, self.transfer)
 
     def _p4_verify(self) -> None:
         error, _ = _attempt(self._for_each_blob, self._compare_slot)
@@ -275,12 +287,16 @@ class DenseSetup:
             "slot_bytes": self.slots.nbytes,
             "freed_bytes": moved - self.layout.share_nbytes(self.group.rank),
             "leaks": len(leaks),
+            "transfer": self.transfer.name,
+            "gather_kernel": self.transfer.kernel,
         }
         logger.info(
-            "dense DWDP committed: digest %s, %d layers, %d bytes moved, %d stored, %d in slots, %d freed, %d leaks",
+            "dense DWDP committed: digest %s, %d layers, %d bytes moved, %d stored, %d in slots, %d freed, %d leaks, "
+            "transfer %s",
             report["digest"][:16],
             *(report[key] for key in ("covered_layers", "moved_bytes", "stored_bytes", "slot_bytes", "freed_bytes")),
             len(leaks),
+            self.transfer,
         )
         return report, self._weights(leaks)
 
@@ -388,7 +404,7 @@ class _Disagreement(DwdpError):
 def nothing_moved(status: str, problem: str | None = None) -> dict:
     """The dense part of the status where nothing was committed."""
     zeros = dict.fromkeys(("covered_layers", "moved_bytes", "stored_bytes", "slot_bytes", "freed_bytes", "leaks"), 0)
-    return {"status": status, "problem": problem, "digest": None, **zeros}
+    return {"status": status, "problem": problem, "digest": None, "transfer": None, "gather_kernel": None, **zeros}
 
 
 def what_differs(reports: Sequence[dict[str, dict[str, str]]]) -> str:

@@ -32,10 +32,11 @@ from dwdp.partition.experts import ExpertPartition
 from dwdp.runtime.counters import Counters
 from dwdp.runtime.experts import ExpertRuntime, detach_module
 from dwdp.weights.copy import copy_slices, run_plan
-from dwdp.weights.plan import TableSpec, count_mappings, per_slice_plan
+from dwdp.weights.plan import TableSpec, count_mappings, expert_runs
 from dwdp.weights.ring import PrefetchRing, free_host_bytes
 from dwdp.weights.small import PER_EXPERT, SmallSpec, assemble, disagreements, pack
 from dwdp.weights.tables import describe_tables
+from dwdp.weights.transfers import PER_SLICE, Transfer
 from dwdp.weights.transport import ExpertTransport, HandleInfo
 from dwdp.weights.verify import MODES, RowChecker
 
@@ -64,6 +65,7 @@ def setup_experts(
     host_memory_bytes: int | None = None,
     dense_would_help: bool = False,
     restorable: bool = True,
+    transfer: Transfer = PER_SLICE,
 ) -> ExpertRuntime:
     """Moves the routed experts of `model.moe_layers()` into shared memory and returns their runtime.
 
@@ -71,7 +73,8 @@ def setup_experts(
     makes no collective, and its tables stay as they are). host_memory_bytes: declared memory of this rank;
     None: the group's ranks share what the host has available, see [Note: shares of the host].
     dense_would_help: dense DWDP is a remedy for a ring that does not fit. restorable: False when the model
-    cannot be as it was again (dense DWDP has committed); it is then marked unusable instead.
+    cannot be as it was again (dense DWDP has committed); it is then marked unusable instead. transfer: how the
+    copies are submitted.
 
     Raises on every rank when any rank fails: there its own error (PrefetchRingMemoryError, VerificationError,
     ValueError, MemoryDomainError, ...), elsewhere a RuntimeError naming rank, phase and text. The model is
@@ -88,6 +91,7 @@ def setup_experts(
         host_memory_bytes=host_memory_bytes,
         dense_would_help=dense_would_help,
         restorable=restorable,
+        transfer=transfer,
     )  # fmt: skip
     return setup.alone() if len(partition.ranges) == 1 else setup.run()
 
@@ -289,10 +293,12 @@ class _Setup:
         transport.probe()
         copy_slices(transport.edges())
         addresses = transport.addresses()
-        plans = [
-            per_slice_plan([a for spec, a in zip(self.specs, addresses) if spec.pos == pos], self.partition, self.rank)
-            for pos in range(len(self.layers))
-        ]
+        plans = []
+        for pos in range(len(self.layers)):
+            tables = [a for spec, a in zip(self.specs, addresses) if spec.pos == pos]
+            runs = expert_runs(tables, self.partition, self.rank)
+            plans.append(options["transfer"].plan(runs, rank=self.rank, num_ranks=len(self.partition.ranges), pos=pos))
+        logger.info("expert transfer: %s", options["transfer"].describe(plans))
         checksums = {rank: [info.checksums for info in infos] for rank, infos in transport.infos.items()}
         checker = RowChecker(self.specs, addresses, checksums, self.partition, self.rank)
         rows = 0
@@ -349,7 +355,8 @@ class _Setup:
             "pages_per_slot": [] if ring is None else ring.slot_pages,
             "verify": self.options["verify"],
             "verified_rows": verified_rows,
-            "transfer": "per_slice" if ring is not None else None,
+            "transfer": self.options["transfer"].name if ring is not None else None,
+            "gather_kernel": self.options["transfer"].kernel if ring is not None else None,
         }
 
     def _roll_back(self, error: BaseException, *, rebinding: bool) -> None:

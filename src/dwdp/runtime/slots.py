@@ -14,6 +14,7 @@ from dwdp.partition.layout import DenseLayout, StorageSpec, ViewSpec
 from dwdp.runtime.dense_schedule import SLOT_COUNTS, slot_name
 from dwdp.weights.plan import CopyPlan, CopySlice, round_up
 from dwdp.weights.store import RowStore
+from dwdp.weights.transfers import Transfer, peers_in_turn
 
 if TYPE_CHECKING:
     import torch
@@ -158,21 +159,23 @@ class MappedSlots(DenseSlots):
         self._pool.close()
 
 
-def gather_plans(layout: DenseLayout, store: RowStore, slots: DenseSlots) -> list[dict[str, CopyPlan]]:
+def gather_plans(
+    layout: DenseLayout, store: RowStore, slots: DenseSlots, transfer: Transfer
+) -> list[dict[str, CopyPlan]]:
     """For each pos: slot -> the plan that copies every rank's row into the slot, this rank's own too unless it is
     mapped in place.
 
-    One plain copy a row. Peers come first, from the next rank on, so that ranks do not all read the same one.
+    Peers come first, from the next rank on, so that ranks do not all read the same one; own rows last.
     """
     plans: list[dict[str, CopyPlan]] = [{} for _ in range(layout.num_layers)]
-    ranks = [(store.rank + i) % layout.num_ranks for i in range(1, layout.num_ranks + 1)]
+    ranks = [*peers_in_turn(store.rank, layout.num_ranks), store.rank]
     for number, blob in enumerate(layout.blobs):
         name = slot_name(blob.segment, blob.pos)
         start = slots.data(number).data_ptr()
-        slices = tuple(
-            CopySlice(start + peer * blob.row_nbytes, store.address(peer, number), blob.row_nbytes, peer)
-            for peer in ranks
-            if not (store.mapped and peer == store.rank)
-        )
-        plans[blob.pos][name] = CopyPlan(slices, sum(piece.nbytes for piece in slices))
+        rows = [
+            CopySlice(start + rank * blob.row_nbytes, store.address(rank, number), blob.row_nbytes, rank)
+            for rank in ranks
+            if not (store.mapped and rank == store.rank)
+        ]
+        plans[blob.pos][name] = transfer.plan(rows, rank=store.rank, num_ranks=layout.num_ranks, pos=blob.pos)
     return plans

@@ -147,7 +147,7 @@ def handle_types(tried: bool, works: bool) -> list[dict[str, Any]]:
 def transfer(ranks: int) -> dict[str, str | None]:
     if ranks == 1:
         return {"used": None, "why": "one rank copies from nobody"}
-    return {"used": "per_slice", "why": "the host domain copies one slice a call; batched and gather need CUDA"}
+    return {"used": "per_slice", "why": "the default; contention_opt asks for batched, prefetch_gather for the gather"}
 
 
 def notes(passing: Mapping[str, Any]) -> list[str]:

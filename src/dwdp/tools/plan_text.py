@@ -23,6 +23,8 @@ from dwdp.tools.plan import (
     bytes_left,
 )
 from dwdp.tools.plan_dense import DensePlan, DenseSizes
+from dwdp.weights.plan import CopySlice
+from dwdp.weights.transfers import slice_bytes
 
 
 def print_plan(
@@ -51,6 +53,8 @@ def print_plan(
     console.print(_rank_table(plan))
     if dense is not None:
         print_dense(console, sizes, plan.dense, dense, settings)
+    if len(plan.ranks) > 1:
+        console.print(_transfers(sizes, plan))
     if gpu is not None:
         loads_whole = dense is not None and settings.load == "whole"
         _print_gpu(console, sizes, plan, gpu, kv_fraction, alone, loads_whole=loads_whole)
@@ -130,6 +134,21 @@ def _pages(sizes: ModelSizes, plan: Plan) -> str:
     else:
         why = f"doubled from {PAGE_BYTES >> 20} MiB, which would pass the budget of {MAPPING_BUDGET:,} mappings"
     return f"Ring: {_slots(sizes, plan)} slots, pages of {size} ({why})."
+
+
+def _transfers(sizes: ModelSizes, plan: Plan) -> str:
+    """What each transfer submits for a layer on rank 0; the other ranks differ by a run or two."""
+    runs = [
+        CopySlice(0, 0, (end - start) * b, peer)
+        for b in sizes.row_nbytes
+        for peer, start, end in plan.partition.remote_runs(0)
+    ]
+    largest = slice_bytes(runs)
+    slices = sum(-(-run.nbytes // largest) for run in runs)
+    return (
+        f"Rank 0 submits for a layer: by default {len(runs):,} copies; with contention_opt one batch of {slices:,} "
+        f"slices of up to {largest >> 20:,} MiB; with prefetch_gather one launch over the {len(runs):,} runs, by peer."
+    )
 
 
 def _rank_table(plan: Plan) -> Table:

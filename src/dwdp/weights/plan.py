@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from dwdp.partition.experts import ExpertPartition, HandleGeometry, handle_geometry
 
@@ -92,12 +93,49 @@ class CopySlice:
     peer: int
 
 
+class Descriptor(NamedTuple):
+    """One run in a gather's table. first_tile: number of its first tile among its row's tiles."""
+
+    dst: int
+    src: int
+    nbytes: int
+    first_tile: int
+
+
+class GatherRow(NamedTuple):
+    """What comes from `peer`: descriptors [first, end) of the table, cut into `tiles` tiles."""
+
+    peer: int
+    first: int
+    end: int
+    tiles: int
+
+
+@dataclass(frozen=True)
+class GatherTable:
+    """What one launch of the gather is given: integers alone, so that a kernel takes them as they are.
+
+    tile_nbytes: of every tile but the last of a descriptor. kernel: tma or ldst.
+    """
+
+    rows: tuple[GatherRow, ...]
+    descriptors: tuple[Descriptor, ...]
+    tile_nbytes: int
+    kernel: str
+
+
 @dataclass(frozen=True)
 class CopyPlan:
-    """The slices of one layer in submission order. Addresses are absolute and never change."""
+    """How one copy of a layer is submitted. Addresses are absolute and never change.
+
+    slices: plain copies, one after the other, behind the two others; nbytes: of everything; batch: slices of one
+    batched submission, in its order; gather: the table of one launch. See transfers.py.
+    """
 
     slices: tuple[CopySlice, ...]
     nbytes: int
+    batch: tuple[CopySlice, ...] = ()
+    gather: GatherTable | None = None
 
 
 @dataclass(frozen=True)
@@ -124,19 +162,19 @@ class TableAddresses:
         return first_row + (expert - start) * self.row_nbytes
 
 
-def per_slice_plan(tables: Sequence[TableAddresses], partition: ExpertPartition, rank: int) -> CopyPlan:
-    """One copy per table and run of experts that one peer serves; whole remote rows and nothing else.
+def expert_runs(tables: Sequence[TableAddresses], partition: ExpertPartition, rank: int) -> list[CopySlice]:
+    """What a layer's copy moves: one run per table and run of experts that one peer serves; whole remote rows.
 
     The rows beside this rank's own share granules with them ("edge bytes") and are written again with the
     same values; own rows, which peers read, are never written.
     """
-    slices = []
+    runs = []
     for table in tables:
         for peer, first, end in partition.remote_runs(rank):
             table.source(peer, end - 1)  # the whole run lies inside its owner's rows
             nbytes = (end - first) * table.row_nbytes
-            slices.append(CopySlice(table.local(first), table.source(peer, first), nbytes, peer))
-    return CopyPlan(tuple(slices), sum(piece.nbytes for piece in slices))
+            runs.append(CopySlice(table.local(first), table.source(peer, first), nbytes, peer))
+    return runs
 
 
 def edge_slices(
