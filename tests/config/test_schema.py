@@ -65,6 +65,9 @@ BAD = [
     (DwdpConfig, {"dwdp_size": None}),
     (DwdpConfig, {"dwdp_size": 4, "num_groups": 0}),
     (DwdpConfig, {"dwdp_size": 4, "num_prefetch_slots": 1}),
+    (DwdpConfig, {"dwdp_size": 4, "num_prefetch_slots": 0}),
+    (DwdpConfig, {"dwdp_size": 4, "num_prefetch_slots": -2}),
+    (DwdpConfig, {"dwdp_size": 4, "moe_tp_size": 2}),
     (DwdpConfig, {"dwdp_size": 4, "contention_opt": 1}),
     (DwdpConfig, {"dwdp_size": 4, "contention_opt": "true"}),
     (DwdpConfig, {"dwdp_size": 4, "gather_kernel": "fast"}),
@@ -104,6 +107,9 @@ BAD = [
     (ServeConfig, {"dwdp": {"dwdp_size": 2, "slots": 2}}),
     (ServeConfig, {"dense_dwdp": {"enable": True}}),
     (ServeConfig, {"port": 8000}),
+    (ServeConfig, {"moe_ep_size": 2}),
+    (ServeConfig, {"locality_domains": True}),
+    (ServeConfig, {"expert_load_balancer": {}}),
     (ServeConfig, {"unknown": None}),
 ]
 

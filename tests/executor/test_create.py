@@ -116,6 +116,28 @@ def test_ranks_in_threads_with_slow_copies_compute_the_same_bits_as_one_whole_ra
         assert counters["exposed_wait_seconds"] > 0
 
 
+def test_one_rank_serves_its_prompts_while_the_others_have_none_and_run_no_forward(tiny):
+    """Prompts of unlike lengths and unlike outputs on rank 0 alone; no rank is in a collective meanwhile."""
+    prompts = [[3, 1, 4], [1, 5, 9, 2, 6, 5, 3], [8], [2, 7, 1, 8], [2]]
+    items = [WorkItem(i, p, SamplingParams(max_tokens=1 + 2 * i, ignore_eos=True)) for i, p in enumerate(prompts)]
+    whole = build_rank(RankSettings(model=str(tiny), ranks=1, dtype="fp32", device="cpu", max_seq_len=64))
+    expected, done = whole.generate(items, logits_sha256=True), threading.Event()
+
+    def one_rank(group):
+        with build_rank(thread_settings(tiny, 3), group, rank=group.rank) as executor:
+            if group.rank > 0:
+                assert done.wait(20)
+            else:
+                collectives = group._number
+                assert executor.generate(items, logits_sha256=True) == expected
+                assert group._number == collectives
+                done.set()
+            return executor.report()["counters"]["forwards"]
+
+    forwards = run_rank_threads(3, one_rank)
+    assert forwards[0] > 0 and forwards[1:] == [0, 0]
+
+
 def test_a_model_without_dense_roots_is_refused_before_its_weights_are_read(tiny, monkeypatch):
     from dwdp.model import loader
     from dwdp.model.decoder import DecoderLayer
@@ -165,6 +187,37 @@ def test_a_rank_that_fails_raises_its_own_error_ends_its_peers_and_leaves_nothin
     assert isinstance(seen[0], GroupError) and "rank 1" in str(seen[0])
     assert domains and all(not any(domain.live().values()) for domain in domains)
     assert None not in registered
+
+
+@pytest.mark.parametrize("error", [OSError("disk gone"), KeyboardInterrupt()])
+def test_a_manager_is_exited_once_with_no_error_and_what_its_exit_raises_hides_nothing(
+    tiny, monkeypatch, caplog, error
+):
+    from dwdp.model import loader
+    from dwdp.runtime.manager import DwdpManager, current_dense_manager
+
+    exits, leave, both_joined = [], DwdpManager.__exit__, threading.Barrier(2)
+
+    def exiting(manager, *given):
+        exits.append((manager.group.rank, given))
+        leave(manager, *given)
+        raise RuntimeError("the exit went wrong as well")
+
+    def failing(*args, **options):
+        both_joined.wait(10)
+        raise error
+
+    monkeypatch.setattr(loader, "load_model", failing)
+    monkeypatch.setattr(DwdpManager, "__exit__", exiting)
+
+    def one_rank(group):
+        with pytest.raises(type(error)) as raised:
+            build_rank(thread_settings(tiny, 2), group, rank=group.rank)
+        assert raised.value is error and current_dense_manager() is None
+
+    run_rank_threads(2, one_rank, timeout=20)
+    assert sorted(exits) == [(rank, (None, None, None)) for rank in range(2)]
+    assert caplog.text.count("RuntimeError: the exit went wrong as well") == 2
 
 
 def test_a_manager_that_was_registered_before_is_left_alone(tiny):

@@ -1,13 +1,16 @@
 """Descriptors over a Unix socket and by pidfd_getfd."""
 
+import ctypes
 import errno
 import os
 import resource
 import socket
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from dwdp.group import fds as fds_module
 from dwdp.group.fds import MAX_FDS_PER_MESSAGE, close_fds, recv_fds, send_fds, take_fd
 
 
@@ -90,4 +93,29 @@ def test_take_fd_names_call_and_cause():
         take_fd(os.getpid(), 9999)
     with pytest.raises(OSError, match="pidfd_open"):
         take_fd(2**22 + 5, 0)
+    assert open_descriptors() == before
+
+
+@pytest.mark.parametrize("number, cure", [(errno.EPERM, True), (errno.ENOSYS, True), (errno.ESRCH, False)])
+def test_whichever_of_the_two_calls_is_refused_is_named_with_its_cure(monkeypatch, number, cure):
+    """Fails when the hint is given for one of the calls only, or for every error."""
+    before = open_descriptors()
+
+    def refused(*args):
+        ctypes.set_errno(number)
+        return -1
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fds_module, "_libc", SimpleNamespace(syscall=refused))
+        with pytest.raises(OSError, match="pidfd_getfd") as getting:
+            take_fd(os.getpid(), 0)
+
+    def not_opened(pid):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "pidfd_open", not_opened)
+    with pytest.raises(OSError, match=f"pidfd_open.{os.getpid()}") as opening:
+        take_fd(os.getpid(), 0)
+    for caught in (getting, opening):
+        assert caught.value.errno == number and ("CAP_SYS_PTRACE" in str(caught.value)) is cure
     assert open_descriptors() == before

@@ -223,3 +223,42 @@ def test_roots_may_overlap_and_unknown_segments_are_refused():
     layer.dense_dwdp_roots = lambda: {"mlp": [Weights({})]}
     with pytest.raises(DwdpError, match="'mlp'"):
         layout_of(model)
+
+
+def test_of_kimi_k3s_layers_exactly_attention_and_the_five_moe_roots_move():
+    """The real layers, strict, from one byte on: nothing of layer 0, no routed expert, no routing bias, no norm."""
+    from tests.support.tiny import tiny_model, tiny_model_config
+
+    config = tiny_model_config()
+    model = tiny_model(config)
+    found = layout_of(model, strict=True)
+    roots = {
+        "A": ("self_attn.",),
+        "D": tuple(
+            f"block_sparse_moe.{name}."
+            for name in (
+                "gate", "shared_experts", "routed_expert_down_proj", "routed_expert_up_proj", "routed_expert_norm"
+            )
+        ),
+    }  # fmt: skip
+    expected = {
+        (index, segment, name)
+        for index in config.moe_layer_indices
+        for segment, prefixes in roots.items()
+        for name, _ in model.named_parameters()
+        if name.startswith(tuple(f"model.layers.{index}.{prefix}" for prefix in prefixes))
+        and not name.endswith("e_score_correction_bias")
+    }
+    moved = {
+        (blob.layer_index, blob.segment, view.name)
+        for blob in found.layout.blobs
+        for storage in blob.storages
+        for view in storage.views
+    }
+    kinds = {type(layer.self_attn).__name__ for layer in model.model.layers[1:]}
+    assert moved == expected and len(kinds) == 2, "both kinds of attention are among them"
+    assert {index for index, _, _ in moved} == {1, 2, 3, 4}
+    assert not any(".experts." in name or "e_score_correction_bias" in name for _, _, name in moved)
+    assert found.stays == [] and found.layout.moved_nbytes == sum(
+        model.get_parameter(name).nbytes for _, _, name in expected
+    )

@@ -116,6 +116,17 @@ def test_layers_that_are_not_covered_and_a_released_runtime_do_nothing():
     assert runtime.device.ops == []
 
 
+def test_fences_and_demand_fetches_are_logged_by_layer(caplog):
+    runtime = recorded(6)
+    forward(runtime, [1])
+    runtime.h1(2)
+    runtime.h1(5)
+    assert runtime.counters.fences == runtime.counters.demand_fetches == 1
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert sum("fence" in line and "covered layer 4" in line for line in said) == 1
+    assert sum("covered layer 4 were not enqueued" in line and "copied now" in line for line in said) == 1
+
+
 def test_a_demand_fetch_is_counted_and_an_error_with_strict():
     runtime = recorded()
     forward(runtime, [2])

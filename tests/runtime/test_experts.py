@@ -199,6 +199,24 @@ def test_counters_and_priming():
         assert runtime.counters.fences == runtime.counters.barriers == 0
 
 
+def test_a_restart_a_demand_fetch_and_a_synchronisation_are_logged_by_layer(caplog):
+    with HostDevice() as device, caplog.at_level("INFO", logger="dwdp.runtime"):
+        weights = Weights(device, 5, 2)
+        weights.forward()
+        weights.runtime.bind(3)
+        weights.runtime.bind(1)  # while layer 3 is bound
+        counters = weights.runtime.counters
+        assert (counters.restarts, counters.demand_fetches, counters.synchronisations) == (2, 2, 1)
+    for line in (
+        "the expert prefetch restarts at layer 3",
+        "expert layer 3 is fetched on demand",
+        "the device is synchronised: expert layer 3 was bound and not finished",
+        "the expert prefetch restarts at layer 1",
+        "expert layer 1 is fetched on demand",
+    ):
+        assert caplog.messages.count(line) == 1, line
+
+
 def test_an_error_of_a_copy_reaches_the_host_and_does_not_stop_the_release():
     with HostDevice() as device:
         weights = Weights(device, 2, 2)

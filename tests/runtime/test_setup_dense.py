@@ -340,6 +340,7 @@ def test_a_wrong_byte_on_the_way_is_found_before_the_commit(monkeypatch):
         return str(caught.value), 1 - rank.group.rank
 
     for message, peer in dense_ranks(2, body):
+        assert "IOMMU and ACS" in message
         assert message.startswith("layer 1 attention gathered into slot A0 differs from the original first at")
         assert f"in the row of rank {peer}" in message, "the first slice copies the next rank's row"
 

@@ -110,7 +110,14 @@ def test_a_bad_config_file_is_refused_by_key_and_value(no_rank_is_started, capsy
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("DWDP_DENSE", "maybe"), ("DWDP_DENSE", ""), ("DWDP_DENSE_MIN_BYTES", "-1"), ("DWDP_RANK", "x")],
+    [
+        ("DWDP_DENSE", "maybe"),
+        ("DWDP_DENSE", ""),
+        ("DWDP_DENSE_MIN_BYTES", "-1"),
+        ("DWDP_RANK", "x"),
+        ("DWDP_SERVE_GRACEFUL_SHUTDOWN_TIMEOUT_S", "soon"),
+        ("TRTLLM_SERVE_GRACEFUL_SHUTDOWN_TIMEOUT_S", "0"),
+    ],
 )
 def test_a_bad_variable_is_refused_by_name(no_rank_is_started, capsys, tiny, monkeypatch, name, value):
     monkeypatch.setenv(name, value)

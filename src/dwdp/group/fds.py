@@ -87,16 +87,19 @@ def take_fd(pid: int, fd: int) -> int:
     try:
         pidfd = os.pidfd_open(pid)
     except OSError as error:
-        raise OSError(error.errno, f"pidfd_open({pid}): {os.strerror(error.errno)}") from error
+        raise OSError(error.errno, f"pidfd_open({pid}): {os.strerror(error.errno)}{_cure(error.errno)}") from error
     try:
         taken = _libc.syscall(_SYS_PIDFD_GETFD, pidfd, fd, 0)
         if taken < 0:
             number = ctypes.get_errno()
-            hint = "; give the container CAP_SYS_PTRACE" if number in (errno.EPERM, errno.ENOSYS) else ""
-            raise OSError(number, f"pidfd_getfd(pid {pid}, descriptor {fd}): {os.strerror(number)}{hint}")
+            raise OSError(number, f"pidfd_getfd(pid {pid}, descriptor {fd}): {os.strerror(number)}{_cure(number)}")
         return taken
     finally:
         os.close(pidfd)
+
+
+def _cure(number: int) -> str:
+    return "; give the container CAP_SYS_PTRACE" if number in (errno.EPERM, errno.ENOSYS) else ""
 
 
 def close_fds(fds: Iterable[int]) -> None:

@@ -185,6 +185,7 @@ class DenseRuntime:
     def _fence(self, action: ds.Fence) -> None:
         self.counters.fences += 1
         self.device.mark("fence", layer=action.pos)
+        logger.warning("a copy of covered layer %d goes behind a fence: its slot may still be read", action.pos)
         self._wait_for_readers()
 
     def _barrier(self, action: ds.Barrier) -> None:

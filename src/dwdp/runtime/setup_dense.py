@@ -311,10 +311,12 @@ class DenseSetup:
             for binding in (b for blob in self.collected.bindings for storage in blob for b in storage):
                 binding.assign(binding.tensor)
         # No copy may run into memory that is given back; the error of one was this setup's, which is given up.
-        self.device.recover()
-        for owner in (self.slots, self.store):
-            if owner is not None:
-                owner.close()
+        steps = [self.device.recover, *(owner.close for owner in (self.slots, self.store) if owner is not None)]
+        for step in steps:
+            try:
+                step()
+            except BaseException:  # it must neither hide the error that led here nor stop the other steps
+                logger.exception("dense DWDP: a step of giving the set-up up failed: %s", step.__qualname__)
         self.plans = []
 
     def _nothing_covered(self) -> dict:

@@ -366,21 +366,26 @@ class _Setup:
             close_fds(fds)
         self.received = {}
         restored = self.options["restorable"] and not rebinding
-        try:
-            if self.ring is not None:
-                self.ring.close()
-            if rebinding:
-                for layer in self.layers:
-                    detach_module(layer)
-            if self.transport is not None:
-                self.transport.unmap_imports()
-                if restored:
-                    self.transport.restore()
-        except BaseException:
-            logger.exception("rank %d: the experts could not be copied back", self.rank)
-            restored = False
+        if self.ring is not None:
+            self._clean_up(self.ring.close)
+        for layer in self.layers if rebinding else []:
+            self._clean_up(detach_module, layer)
+        if self.transport is not None:
+            self._clean_up(self.transport.unmap_imports)
+            if restored and not self._clean_up(self.transport.restore):
+                logger.error("rank %d: the experts could not be copied back", self.rank)
+                restored = False
         if not restored:
             self.model.unusable = error
         if self.transport is not None:
-            self.transport.detach()
-            self.transport.close()
+            self._clean_up(self.transport.detach)
+            self._clean_up(self.transport.close)
+
+    def _clean_up(self, step: Callable[..., None], *args) -> bool:
+        """Whether a step of the rollback succeeded; a failure is logged and stops none of the others."""
+        try:
+            step(*args)
+        except BaseException:
+            logger.exception("rank %d: a step of the rollback failed: %s", self.rank, step.__qualname__)
+            return False
+        return True

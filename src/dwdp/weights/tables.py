@@ -27,8 +27,9 @@ class Description:
 def describe_tables(layers: Sequence[Any], partition: ExpertPartition, rank: int, domain) -> Description:
     """Describes the expert tables and small tensors of `layers` (the routed experts of each MoE layer).
 
-    Raises ValueError, naming layer and table, for a layer that does not hold exactly the rank's experts and
-    for a table that could not be moved or whose original would not be freed.
+    Raises ValueError, naming layer and table, for a layer that does not hold exactly the rank's experts or
+    whose attribute `weights_transformed` is False, and for a table that could not be moved or whose original
+    would not be freed.
     """
     start, end = partition.ranges[rank]
     if not layers:
@@ -44,6 +45,10 @@ def describe_tables(layers: Sequence[Any], partition: ExpertPartition, rank: int
     storages: dict[int, str] = {}
     for pos, layer in enumerate(layers):
         index = layer.layer_index
+        if getattr(layer, "weights_transformed", True) is False:
+            raise ValueError(
+                f"the experts of layer {index} still wait for their post-load transform; run it before setup"
+            )
         if layer.num_experts != partition.num_experts or layer.first_expert != start:
             raise ValueError(
                 f"layer {index} has {layer.num_experts} experts and begins at {layer.first_expert}; "
