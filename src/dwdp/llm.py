@@ -27,6 +27,7 @@ class LLM:
     model: a checkpoint's folder, or `nano-k3`, the model that is shipped. ranks: with more than one, the
     routed experts are spread over them (expert DWDP) unless `replicated`. dwdp, dense_dwdp: config sections
     as a dict or `DwdpConfig`, `DenseConfig`; `dwdp_size` defaults to `ranks`; DWDP_* variables override them.
+    tp_size=N, attention_dp=True: N ranks that step together and divide the experts, without expert DWDP.
     device: auto, cpu or cuda. dtype: auto, float32 (fp32) or bfloat16 (bf16). server_fields: further fields
     of `ServeConfig`, for example `max_seq_len`. quiet: no progress bars. Calls from several threads take
     turns.
@@ -102,10 +103,13 @@ class LLM:
         with self._lock:
             call = self._frontend.next_call()
             answers = self._frontend.call(
-                {
-                    rank: messages.Generate(call, items[rank::ranks], logits_sha256)
-                    for rank in range(min(ranks, len(items)))
-                }
+                self._with_company(
+                    call,
+                    {
+                        rank: messages.Generate(call, items[rank::ranks], logits_sha256)
+                        for rank in range(min(ranks, len(items)))
+                    },
+                )
             )
         results = {result.index: result for answer, _ in answers.values() for result in answer.results}
         return [
@@ -134,7 +138,8 @@ class LLM:
         decode = check_whole(f"decode (of {len(ids)} tokens)", decode, 0, len(ids))
         with self._lock:
             call = self._frontend.next_call()
-            answer, frames = self._frontend.call({rank: messages.Logits(call, ids, chunk_size, decode)})[rank]
+            command = messages.Logits(call, ids, chunk_size, decode)
+            answer, frames = self._frontend.call(self._with_company(call, {rank: command}))[rank]
         return torch.frombuffer(bytearray(frames[0]), dtype=torch.float32).view(answer.shape)
 
     def report(self) -> list[dict[str, Any]]:
@@ -165,6 +170,12 @@ class LLM:
         self._frontend.stop()  # a call of another thread ends first: they share sockets
         with self._lock:
             self._frontend.close(at_once=at_once)
+
+    def _with_company(self, call: int, commands: dict[int, Any]) -> dict[int, Any]:
+        """On an attention-DP instance the ranks without work too: the others compute with their experts."""
+        if commands and self._launch.settings.attention_dp:
+            return {rank: commands.get(rank, messages.Generate(call, [])) for rank in range(self._launch.ranks)}
+        return commands
 
     def _to_all(self, command: type, *fields: Any) -> dict[int, tuple[Any, list[bytes]]]:
         call = self._frontend.next_call()

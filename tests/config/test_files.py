@@ -203,3 +203,16 @@ def test_a_bad_variable_is_refused_at_start_even_where_nothing_uses_it():
     for name in ("DWDP_SKIP_KV_CACHE_ESTIMATION", "DWDP_RENDEZVOUS_TIMEOUT_S", "DWDP_DENSE_STRICT"):
         with pytest.raises(ConfigError, match=name):
             resolve(ServeConfig(), {name: "maybe"})
+
+
+def test_tp_size_names_the_ranks_of_an_attention_dp_instance_and_turns_expert_dwdp_off():
+    config, _ = resolve(ServeConfig(tp_size=3, attention_dp=True), {})
+    assert (config.ranks, config.dwdp) == (3, None)
+    config, _ = resolve(ServeConfig(ranks=3, tp_size=3, attention_dp=True), {})
+    assert (config.ranks, config.dwdp) == (3, None)
+
+
+def test_replicated_wins_over_attention_dp_and_says_so():
+    config, lines = resolve(ServeConfig(tp_size=3, attention_dp=True, replicated=True), {})
+    assert (config.ranks, config.tp_size, config.attention_dp, config.dwdp) == (3, 1, False, None)
+    assert any("attention_dp and tp_size 3 do not apply" in line for line in lines)

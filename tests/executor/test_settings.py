@@ -66,6 +66,22 @@ def test_the_log_names_the_transfer_of_a_launch_and_what_chose_it(tiny, caplog, 
         assert sum(f"{name}=" in line and "overrides dwdp." in line for line in caplog.messages) == 1
 
 
+def test_standalone_the_dense_copy_is_the_transfer_and_its_kernel_is_the_variables(tiny, caplog):
+    def launch(copy, environ):
+        caplog.clear()
+        dense = {"enabled": True, "copy": copy}
+        return resolve(tiny, device="cpu", tp_size=2, attention_dp=True, dense_dwdp=dense, environ=environ).settings
+
+    with caplog.at_level("INFO", "dwdp"):
+        assert launch("gather", {"DWDP_GATHER_KERNEL": "ldst"}).dense_gather_kernel == "ldst"
+        assert "transfer gather (dense_dwdp.copy)" in caplog.text and "no effect" not in caplog.text
+        assert launch("batched", {"DWDP_DENSE_COPY": "per_slice"}).dense_dwdp["copy"] == "per_slice"
+        launch("batched", {"DWDP_GATHER_KERNEL": "ldst"})
+        assert "DWDP_GATHER_KERNEL=ldst has no effect" in caplog.text
+    with pytest.raises(ConfigError, match="TRTLLM_CUTEDSL_SM_RESERVE=8 needs a GPU"):
+        launch("gather", {"TRTLLM_CUTEDSL_SM_RESERVE": "8"})
+
+
 def test_a_kernel_without_the_gather_warns_and_sms_to_reserve_are_refused(tiny, caplog):
     with caplog.at_level("WARNING", "dwdp"):
         resolve(tiny, device="cpu", ranks=2, environ={"DWDP_GATHER_KERNEL": "ldst"})
@@ -105,7 +121,12 @@ def test_max_seq_len_is_the_models_and_at_most_4096_on_the_host_unless_set(tmp_p
         ({"dwdp": {}, "dense_dwdp": {"enabled": True}}, GateError, ["dwdp_size", "1"]),
         ({"ranks": 2, "overlap_scheduler": True}, ConfigError, ["overlap_scheduler"]),
         ({"overlap_scheduler": True}, ConfigError, ["overlap_scheduler", "not supported"]),
-        ({"ranks": 2, "tp_size": 2, "attention_dp": True}, ConfigError, ["tp_size", "not supported"]),
+        ({"ranks": 2, "tp_size": 2}, ConfigError, ["tp_size 2", "attention_dp"]),
+        ({"ranks": 3, "tp_size": 2, "attention_dp": True}, ConfigError, ["tp_size 2", "3"]),
+        ({"tp_size": 9, "attention_dp": True}, ValueError, ["8", "9"]),
+        ({"attention_dp": True}, ConfigError, ["attention_dp", "tp_size"]),
+        ({"tp_size": 2, "attention_dp": True, "overlap_scheduler": True}, ConfigError, ["overlap", "not supported"]),
+        ({"tp_size": 2, "attention_dp": True, "dwdp": {}}, ConfigError, ["tp_size 2", "dwdp"]),
         (
             {"ranks": 2, "role": "generation", "dense_dwdp": {"enabled": True}},
             GateError,

@@ -15,6 +15,7 @@ from dwdp.model.writer import random_checkpoint
 from tests.support.tiny import tiny_config_dict
 
 DENSE = {"enabled": True, "min_bytes": 1}
+STANDALONE = {**DENSE}
 SMALL_PAGES = {"host_granule_bytes": 4096, "page_granules": 2}
 
 
@@ -56,6 +57,32 @@ def shared(
 
     def run(group):
         with build_rank(settings, group, rank=group.rank, **build) as rank:
+            return body(rank)
+
+    return run_rank_threads(n, run, timeout=timeout)
+
+
+def lockstep(
+    model: Path,
+    n: int,
+    body: Callable[[RankExecutor], Any],
+    *,
+    dense: dict | None = None,
+    dtype: str = "float32",
+    timeout: float = 90.0,
+    settings_of: Callable[[int, Any], Any] = lambda rank, settings: settings,
+    **build,
+) -> list[Any]:
+    """body(rank) on every one of n ranks of an attention-DP instance; -> what each returned.
+
+    dense: the dense_dwdp section, standalone. settings_of: (rank, settings) -> the settings of that rank.
+    """
+    settings = resolve(
+        model, tp_size=n, attention_dp=True, dtype=dtype, device="cpu", dense_dwdp=dense, environ={}
+    ).settings
+
+    def run(group):
+        with build_rank(settings_of(group.rank, settings), group, rank=group.rank, **build) as rank:
             return body(rank)
 
     return run_rank_threads(n, run, timeout=timeout)

@@ -48,10 +48,16 @@ def load_config_file(path: str | Path, overrides: Mapping[str, Any] | None = Non
     """
     data = read_config_file(path)
     data |= {field: value for field, value in (overrides or {}).items() if value is not None}
-    section, ranks = data.get("dwdp"), data.get("ranks", 1)
+    section = data.get("dwdp")
+    ranks = asked_ranks(data.get("ranks", 1), data.get("tp_size", 1), data.get("attention_dp", False))
     if isinstance(section, dict) and "dwdp_size" not in section:
         data["dwdp"] = section | {"dwdp_size": ranks}
     return validate(ServeConfig, None, what=str(path), as_json=json.dumps(data, allow_nan=False))
+
+
+def asked_ranks(ranks: int, tp_size: int, attention_dp: bool) -> int:
+    """The number of ranks: with attention_dp `tp_size` is another name for it, and either may be left out."""
+    return tp_size if attention_dp and ranks == 1 else ranks
 
 
 def resolve(config: ServeConfig, environ: env.Environ = None) -> tuple[ServeConfig, list[str]]:
@@ -59,11 +65,12 @@ def resolve(config: ServeConfig, environ: env.Environ = None) -> tuple[ServeConf
 
     In the result `dwdp` is a section exactly when expert DWDP is on, and `dense_dwdp` is always a section.
     Expert DWDP is on when its section is given, and without one when there are several ranks and tp_size is
-    1; `replicated` turns it and dense DWDP off. Attached, DWDP_DENSE_COPY is not laid over: see
-    `requested_dense_copy`. Raises ConfigError.
+    1; `replicated` turns it and dense DWDP off, and attention DP, whose ranks divide the experts. Attached,
+    DWDP_DENSE_COPY is not laid over: see `requested_dense_copy`. Raises ConfigError.
     """
     env.check_environment(environ)
-    ranks = config.ranks
+    ranks = asked_ranks(config.ranks, config.tp_size, config.attention_dp)
+    config = config.model_copy(update={"ranks": ranks})
     dwdp = None if config.dwdp is None else dwdp_section(config.dwdp, ranks)
     if config.tp_size > 1 and not config.attention_dp:
         raise ConfigError(f"tp_size {config.tp_size} needs attention_dp: true")
@@ -76,19 +83,28 @@ def resolve(config: ServeConfig, environ: env.Environ = None) -> tuple[ServeConf
     if config.replicated:
         # The baseline of a comparison: no switch may bring DWDP back.
         dwdp, dense = None, dense.model_copy(update={"enabled": False})
+        if config.attention_dp:
+            lines = [f"attention_dp and tp_size {config.tp_size} do not apply: the weights are replicated"]
+        config = config.model_copy(update={"tp_size": 1, "attention_dp": False})
     else:
-        dwdp, expert_lines = _override_experts(dwdp, environ)
         dense, dense_lines = env.override_section(
             dense, env.dense_overrides(environ, attached=dwdp is not None), title="dense_dwdp"
         )
+        standalone = dense.enabled and dwdp is None
+        dwdp, expert_lines = _override_experts(dwdp, environ, dense_gather=standalone and dense.copy == "gather")
         lines = expert_lines + dense_lines
     return config.model_copy(update={"dwdp": dwdp, "dense_dwdp": dense}), lines
 
 
-def _override_experts(dwdp: DwdpConfig | None, environ: env.Environ) -> tuple[DwdpConfig | None, list[str]]:
+def _override_experts(
+    dwdp: DwdpConfig | None, environ: env.Environ, *, dense_gather: bool
+) -> tuple[DwdpConfig | None, list[str]]:
+    """dense_gather: dense DWDP gathers on its own, with the kernel that the environment names."""
     overrides = env.expert_overrides(environ)
     if dwdp is not None:
         return env.override_section(dwdp, overrides, title="dwdp")
+    if dense_gather:
+        overrides.pop("gather_kernel", None)
     return None, [f"{one.variable}={one.text} has no effect: expert DWDP is off" for one in overrides.values()]
 
 

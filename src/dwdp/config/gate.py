@@ -178,6 +178,11 @@ def _check_standalone(settings: LaunchSettings) -> None:
         )
 
 
+def no_sms(asked: str) -> str:
+    """Why SMs cannot be reserved on the host, as a message; asked: the option and its value."""
+    return f"{asked} needs a GPU: a host device has no SMs to keep free"
+
+
 def check_supported(config: ServeConfig, mode: Mode) -> None:
     """Refuses settings that the schema knows and that no code serves yet.
 
@@ -194,10 +199,7 @@ def check_supported(config: ServeConfig, mode: Mode) -> None:
         if config.tp_size > 1:
             raise ConfigError(f"tp_size {config.tp_size} does not go with a dwdp section; remove one of them")
         if dwdp.sm_reserve is not None:
-            raise ConfigError(
-                f"dwdp.sm_reserve: {dwdp.sm_reserve} (DWDP_SM_RESERVE) needs a GPU: a host device has no SMs to "
-                "keep free"
-            )
+            raise ConfigError(no_sms(f"dwdp.sm_reserve: {dwdp.sm_reserve} (DWDP_SM_RESERVE)"))
         if dwdp.gather_kernel != "auto" and not dwdp.prefetch_gather:
             logger.warning(
                 "dwdp.gather_kernel: %s (DWDP_GATHER_KERNEL) has no effect: the gather is off; "

@@ -13,7 +13,8 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from dwdp.executor.messages import RankSettings, WorkItem, WorkResult
+from dwdp.executor.messages import RankSettings, WorkItem, WorkResult, one_line
+from dwdp.runtime.teardown import RELEASE_BARRIER_SECONDS
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +26,12 @@ class Stages:
 
     def __init__(self) -> None:
         self._undos: list[tuple[str, Callable[[], object]]] = []
+        self.groups: list = []  # whose ranks are told when a later stage fails
+
+    def own_group(self, name: str, group) -> None:
+        """The stage `name` made or took over a group of ranks."""
+        self.groups.append(group)
+        self.done(name, group.close)
 
     def done(self, name: str, undo: Callable[[], object]) -> None:
         """The stage `name` is complete; `undo` takes it back."""
@@ -52,6 +59,7 @@ class RankExecutor:
     device: object
     manager: object | None
     _stages: Stages
+    exchange: object | None = None
 
     def generate(self, items: Sequence[WorkItem], *, logits_sha256: bool = False) -> list[WorkResult]:
         """Completes the items; see SimpleLoop.generate."""
@@ -83,6 +91,8 @@ class RankExecutor:
         try:
             if manager is not None:
                 manager.release()
+            if self.exchange is not None:
+                self.exchange.leave(RELEASE_BARRIER_SECONDS)
         finally:
             self.model = None
             self._stages.undo_all()
@@ -99,7 +109,10 @@ class RankExecutor:
     def __enter__(self) -> RankExecutor:
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind, error: BaseException | None, trace: object) -> None:
+        if error is not None and self.exchange is not None:
+            # The other ranks may be in a step, where they would wait for this one until the deadline.
+            self.exchange.abort(one_line(error) or type(error).__name__)
         self.release()
 
 
@@ -171,17 +184,17 @@ def build_rank(
 ) -> RankExecutor:
     """Builds, loads and sets up one rank, in a process of its own or in a thread beside others.
 
-    group: a `StoreGroup` of all ranks when `settings.dwdp` is given; owned from now on, also when this fails.
+    group: of all ranks, when `settings.has_group`; owned from now on, also when this fails.
     copy_bytes_per_second: throttles the copies, for tests; trace: the device records what it does.
     Raises the first error, with everything taken back and the peers told.
     """
     stages = Stages()
     if group is not None:
-        stages.done("group", group.close)
+        stages.own_group("group", group)
     try:
         return _build(settings, group, rank, progress or (lambda *_: None), copy_bytes_per_second, trace, stages)
     except BaseException as error:
-        if group is not None:
+        for group in stages.groups:
             _tell_peers(group, error)
         stages.undo_all()
         raise
@@ -189,17 +202,25 @@ def build_rank(
 
 def _build(settings, group, rank, progress, copy_bytes_per_second, trace, stages: Stages) -> RankExecutor:
     from dwdp.executor.devices import choose_device, compute_dtype
+    from dwdp.executor.lockstep import LockstepLoop, join_instance
     from dwdp.executor.loop import SimpleLoop
     from dwdp.model.loader import load_model
+    from dwdp.model.lockstep import LockstepExperts
     from dwdp.model.tokenizer import eos_token_ids
 
     device_name, _ = choose_device(settings.device)
     dtype = compute_dtype(settings.dtype)
-    domain = device = manager = None
+    domain = device = manager = exchange = None
     expert_range = None
+    options = {"copy_bytes_per_second": copy_bytes_per_second, "trace": trace}
     if settings.dwdp is not None:
-        domain, device, manager = _create_managers(settings, group, rank, copy_bytes_per_second, trace, stages)
+        domain, device, manager = _create_managers(settings, group, rank, options, stages)
         expert_range = manager.partition.ranges[group.rank]
+    elif settings.attention_dp:
+        exchange, expert_range = join_instance(settings, group)
+        stages.done("exchange", exchange.close)
+        if settings.dense_dwdp is not None:
+            domain, device, manager = _create_standalone(settings, group, rank, options, stages)
     model = load_model(
         settings.model,
         dtype=dtype,
@@ -212,41 +233,32 @@ def _build(settings, group, rank, progress, copy_bytes_per_second, trace, stages
         progress("setup", 0, 1)
         manager.setup(model)
         progress("setup", 1, 1)
-    loop = SimpleLoop(
-        model,
-        manager,
-        eos_ids=eos_token_ids(settings.model, model.config.vocab_size),
-        decode=_decoder(settings.model, model.config.vocab_size),
-    )
-    return RankExecutor(rank, settings, model, loop, domain, device, manager, stages)
+    vocabulary = {
+        "eos_ids": eos_token_ids(settings.model, model.config.vocab_size),
+        "decode": _decoder(settings.model, model.config.vocab_size),
+    }
+    if exchange is None:
+        loop = SimpleLoop(model, manager, **vocabulary)
+    else:
+        loop = LockstepLoop(model, manager, step=LockstepExperts(exchange, model.moe_layers()), **vocabulary)
+        group.mark_setup_done()
+    return RankExecutor(rank, settings, model, loop, domain, device, manager, stages, exchange)
 
 
-def _create_managers(settings, group, rank, copy_bytes_per_second, trace, stages: Stages):
-    from dwdp.config.schema import DenseConfig, DwdpConfig, validate
-    from dwdp.device.host import HostDevice
-    from dwdp.memory.host import HostDomain
+def _create_managers(settings, group, rank, options, stages: Stages):
+    from dwdp.config.schema import DwdpConfig, validate
     from dwdp.model.checkpoint import read_config
     from dwdp.model.config import ModelConfig
     from dwdp.runtime.manager import DwdpManager
 
     config = validate(DwdpConfig, None, what="dwdp", as_json=json.dumps(settings.dwdp))
-    dense = None
-    if settings.dense_dwdp is not None:
-        dense = validate(DenseConfig, None, what="dense_dwdp", as_json=json.dumps(settings.dense_dwdp))
-    domain = HostDomain(
-        rank,
-        granule_bytes=config.host_granule_bytes,
-        page_granules=config.page_granules,
-        mapping_budget=config.mapping_budget,
-    )
-    stages.done("memory domain", domain.close)
-    device = HostDevice(copy_bytes_per_second=copy_bytes_per_second, trace=trace)
-    stages.done("device", device.close)
+    dense = None if settings.dense_dwdp is None else _dense_config(settings)
+    domain, device = _create_memory(config, rank, options, stages)
     model_document = read_config(settings.model)
     group.join(
         {
-            "dwdp_config": _digest(config.model_dump(mode="json")),
-            "model_config": _digest(model_document),
+            "dwdp_config": digest(config.model_dump(mode="json")),
+            "model_config": digest(model_document),
             "dtype": settings.dtype,
             "device": "cpu",
             "device_uuid": None,
@@ -254,13 +266,65 @@ def _create_managers(settings, group, rank, copy_bytes_per_second, trace, stages
     )
     num_experts = ModelConfig.from_dict(model_document).num_experts
     manager = DwdpManager(config, dense, group=group, domain=domain, device=device, num_experts=num_experts)
-    manager.__enter__()
-    # A manager that this call registered is exited once, with no error: the caller's is raised anyway.
-    stages.done("managers", lambda: manager.__exit__(None, None, None))
+    _enter(manager, stages)
     return domain, device, manager
 
 
-def _digest(document: dict) -> str:
+def _create_standalone(settings, group, rank, options, stages: Stages):
+    """Memory, device and manager of dense DWDP on an attention-DP instance; the manager has a group of its own."""
+    from dwdp.config.schema import DwdpConfig
+    from dwdp.runtime.standalone import StandaloneDenseManager, join_dense
+    from dwdp.weights.transfers import Transfer
+
+    config = DwdpConfig(dwdp_size=settings.ranks)  # there is no dwdp section: its defaults hold
+    domain, device = _create_memory(config, rank, options, stages)
+    dense_group = group.dense_group()
+    stages.own_group("dense group", dense_group)
+    dense = _dense_config(settings)
+    transfer = Transfer.named(dense.copy, settings.dense_gather_kernel)
+    join_dense(dense_group)
+    manager = StandaloneDenseManager(
+        dense,
+        group=dense_group,
+        domain=domain,
+        device=device,
+        transfer=transfer,
+        verify_every=config.verify_every,
+    )
+    _enter(manager, stages)
+    return domain, device, manager
+
+
+def _dense_config(settings):
+    from dwdp.config.schema import DenseConfig, validate
+
+    return validate(DenseConfig, None, what="dense_dwdp", as_json=json.dumps(settings.dense_dwdp))
+
+
+def _create_memory(config, rank, options, stages: Stages):
+    """The host's memory domain and device. options: of the device."""
+    from dwdp.device.host import HostDevice
+    from dwdp.memory.host import HostDomain
+
+    domain = HostDomain(
+        rank,
+        granule_bytes=config.host_granule_bytes,
+        page_granules=config.page_granules,
+        mapping_budget=config.mapping_budget,
+    )
+    stages.done("memory domain", domain.close)
+    device = HostDevice(**options)
+    stages.done("device", device.close)
+    return domain, device
+
+
+def _enter(manager, stages: Stages) -> None:
+    manager.__enter__()
+    # A manager that this call registered is exited once, with no error: the caller's is raised anyway.
+    stages.done("managers", lambda: manager.__exit__(None, None, None))
+
+
+def digest(document: dict) -> str:
     """Of a document as JSON with sorted keys: the same on every rank that has the same values."""
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -273,8 +337,6 @@ def _decoder(model: str, vocab_size: int) -> Callable[[list[int]], str] | None:
 
 
 def _tell_peers(group, error: BaseException) -> None:
-    from dwdp.executor.messages import one_line
-
     try:
         group.abort(one_line(error) or type(error).__name__)
     except Exception:

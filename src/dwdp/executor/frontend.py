@@ -65,7 +65,7 @@ class Frontend:
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         path = os.path.join(self._folder, "control")
         self._socket.bind(f"ipc://{path}")
-        if self.settings.dwdp is not None:
+        if self.settings.has_group:
             # Hosted here and not by a rank: it outlives any of them, and ends with this process.
             self._store, port = host_store()
             folder = self.settings.socket_dir or os.path.join(self._folder, "ranks")

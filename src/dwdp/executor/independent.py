@@ -39,9 +39,9 @@ def run_rank(
         settings = msgspec.structs.replace(settings, store_host=place.master_addr, store_port=place.master_port)
     torch.set_num_threads(max(1, settings.cores // settings.ranks))
     group = None
-    if settings.dwdp is not None and not place.has_store:
+    if settings.has_group and not place.has_store:
         group = mpi_group(settings, place.rank)
-    elif settings.dwdp is not None:
+    elif settings.has_group:
         group = independent_group(settings, place.rank, store_exists=place.store_exists)
 
     def stop_when_a_rank_died() -> None:

@@ -21,7 +21,7 @@ MAX_BATCH_SIZE = 32
 
 
 class ForwardOwner(Protocol):
-    """What the loop needs of a `DwdpManager`."""
+    """What every loop needs of a `DwdpManager` or a `StandaloneDenseManager`."""
 
     def start_forward(self) -> None: ...
 

@@ -17,9 +17,10 @@ from dwdp.executor.request import Logprob, SamplingParams
 class RankSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that a rank builds itself from, decided by the front end and the same on every rank.
 
-    dwdp, dense_dwdp: the config sections as plain documents, dwdp None for replicated weights. cores: compute
-    threads are max(1, cores // ranks). store_host, store_port: where the group's TCPStore listens; port 0 for
-    runs without a group. timeout_seconds: the group's deadline, None for the environment's.
+    dwdp, dense_dwdp: the config sections as plain documents, dwdp None without expert DWDP. attention_dp: the
+    ranks step together and divide the experts. dense_gather_kernel: of standalone copies by gather. cores: compute
+    threads are max(1, cores // ranks). store_host, store_port: where the group's TCPStore listens; port 0 for runs
+    without a group.
     """
 
     model: str
@@ -29,10 +30,17 @@ class RankSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_seq_len: int
     dwdp: dict | None = None
     dense_dwdp: dict | None = None
+    attention_dp: bool = False
+    dense_gather_kernel: str = "auto"
     cores: int = 1
     store_host: str = "127.0.0.1"
     store_port: int = 0
     socket_dir: str | None = None
+
+    @property
+    def has_group(self) -> bool:
+        """Whether the ranks meet at all; ranks with replicated weights never do."""
+        return self.dwdp is not None or self.attention_dp
 
 
 class WorkItem(msgspec.Struct, frozen=True):

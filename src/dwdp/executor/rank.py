@@ -108,7 +108,7 @@ class RankServer:
         self._release()
         self._last_percent.clear()
         group = None
-        if settings.dwdp is not None:
+        if settings.has_group:
             group = launched_group(settings, self.rank, command.epoch)
         self.executor = build_rank(settings, group, rank=self.rank, progress=self.progress)
 

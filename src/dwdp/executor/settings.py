@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from dwdp import env
 from dwdp.config import files
-from dwdp.config.gate import LaunchSettings, check_launch, check_supported
+from dwdp.config.gate import LaunchSettings, check_launch, check_supported, no_sms
 from dwdp.config.schema import DenseConfig, DwdpConfig, ServeConfig, dwdp_section, validate
 from dwdp.errors import CheckpointError, ConfigError
 from dwdp.executor.messages import RankSettings
@@ -33,7 +33,7 @@ HOST_MAX_SEQ_LEN = 4096
 
 @dataclass(frozen=True)
 class Launch:
-    """A launch that may start. partition: None when expert DWDP is off. mode: of dense DWDP, see
+    """A launch that may start. partition: of the experts, None when every rank holds all. mode: of dense DWDP, see
     `check_launch`."""
 
     settings: RankSettings
@@ -119,11 +119,12 @@ def resolve(
     asked = {"ranks": ranks, **server_fields}
     if dense_dwdp is not None:
         asked["dense_dwdp"] = _plain(dense_dwdp)
-    validate(ServeConfig, asked, what="LLM")
+    plain = validate(ServeConfig, asked, what="LLM")
     if dwdp is not None:
+        ranks = files.asked_ranks(plain.ranks, plain.tp_size, plain.attention_dp)
         asked["dwdp"] = dwdp_section(_plain(dwdp), ranks)
     config, lines = files.resolve(validate(ServeConfig, asked, what="LLM"), environ)
-    mode = _check_gate(config, environ)
+    mode = _check_gate(config, model, environ)
 
     from dwdp.executor.devices import choose_device
 
@@ -134,6 +135,8 @@ def resolve(
     if config.dwdp is not None:
         config.dwdp.group_of(config.ranks - 1, config.ranks)  # refuses groups that the ranks do not fill
         partition = ExpertPartition.from_config(config.dwdp, num_experts=model_config.num_experts)
+    elif config.attention_dp:
+        partition = ExpertPartition.balanced(config.ranks, model_config.num_experts)
     settings = RankSettings(
         model=str(folder.resolve()),
         ranks=config.ranks,
@@ -142,22 +145,30 @@ def resolve(
         max_seq_len=_max_seq_len(config.max_seq_len, model_config.max_position_embeddings),
         dwdp=None if config.dwdp is None else config.dwdp.model_dump(mode="json"),
         dense_dwdp=config.dense_dwdp.model_dump(mode="json") if mode != "off" else None,
+        attention_dp=config.attention_dp,
+        dense_gather_kernel=env.value("DWDP_GATHER_KERNEL", environ) or "auto",
         cores=len(os.sched_getaffinity(0)),
         socket_dir=env.socket_dir(environ),
     )
-    for line in (_choices(config, device, device_why), *notes, *lines):
+    for line in (_choices(config, mode, device, device_why), *notes, *lines):
         logger.info("%s", line)
     for line in env.ineffective(environ):
         logger.warning("%s", line)
     return Launch(settings, model_config, partition, mode, tokenizer)
 
 
-def _choices(config: ServeConfig, device: str, device_why: str) -> str:
+def _choices(config: ServeConfig, mode: str, device: str, device_why: str) -> str:
     """Domain, device, kernels and transfer of a launch, each with its reason."""
-    shared = config.dwdp is not None and config.ranks > 1
+    shared = (config.dwdp is not None and config.ranks > 1) or mode == "standalone"
     why_not = "weights are replicated" if config.dwdp is None else "one rank holds everything"
+    if config.attention_dp:
+        why_not = "the ranks divide the experts and share no memory"
     domain = "host (memfds, the device is a CPU)" if shared else f"none ({why_not})"
-    transfer = _transfer(config.dwdp) if shared else f"none ({why_not})"
+    transfer = f"none ({why_not})"
+    if mode == "standalone":
+        transfer = f"{config.dense_dwdp.copy} (dense_dwdp.copy)"
+    elif shared:
+        transfer = _transfer(config.dwdp)
     dtype = "float32 (auto, on a CPU)" if config.dtype == "auto" else f"{config.dtype} (asked for)"
     return (
         f"domain {domain}, device {device} ({device_why}), kernels eager torch (a CPU has no others), "
@@ -177,7 +188,7 @@ def _plain(section: Any) -> Any:
     return dict(section) if isinstance(section, Mapping) else section
 
 
-def _check_gate(config: ServeConfig, environ: Mapping[str, str] | None) -> str:
+def _check_gate(config: ServeConfig, model: str | os.PathLike, environ: Mapping[str, str] | None) -> str:
     """config: as `files.resolve` gives it -> the mode of dense DWDP."""
     mode = check_launch(
         LaunchSettings(
@@ -193,14 +204,44 @@ def _check_gate(config: ServeConfig, environ: Mapping[str, str] | None) -> str:
             batched_available=True,
             expert_transfer=None if config.dwdp is None else config.dwdp.transfer,
             role=config.role,
+            gathered_bytes_per_step=_gathered_bytes(config, model),
         )
     )
     check_supported(config, mode)
-    for field, default in (("tp_size", 1), ("attention_dp", False), ("overlap_scheduler", False)):
-        value = getattr(config, field)
-        if value != default:
-            raise ConfigError(f"{field} {value} is not supported yet: ranks do not step together")
+    reserve = env.setting("DWDP_SM_RESERVE", environ)
+    if mode == "standalone" and reserve is not None:
+        raise ConfigError(no_sms(f"{reserve.variable}={reserve.text}"))
+    if config.attention_dp and config.tp_size == 1:
+        raise ConfigError("attention_dp: true needs tp_size, the number of ranks, over 1: it is 1")
+    if config.overlap_scheduler:
+        raise ConfigError("overlap_scheduler: true is not supported yet: every step waits for its results")
     return mode
+
+
+def _gathered_bytes(config: ServeConfig, model: str | os.PathLike) -> int | None:
+    """What one forward of a rank gathers, where the gate's warning needs it: standalone, in a role that decodes."""
+    dense = config.dense_dwdp
+    if not (dense.enabled and config.attention_dp and config.tp_size > 1 and config.role != "context"):
+        return None
+    from dwdp.executor.devices import compute_dtype
+    from dwdp.model.checkpoint import read_config
+    from dwdp.model.config import ModelConfig
+    from dwdp.model.decoder import KimiK3Model
+    from dwdp.partition.collect import collect
+
+    # on the meta device: the layout needs shapes and dtypes, and no byte
+    built = KimiK3Model(
+        ModelConfig.from_dict(read_config(model_folder(model))), dtype=compute_dtype(config.dtype), device="meta"
+    )
+    collected = collect(
+        built,
+        num_ranks=config.ranks,
+        segments=dense.segments,
+        min_bytes=dense.min_bytes,
+        strict=False,
+        without_bytes=True,
+    )
+    return sum(blob.nbytes for blob in collected.layout.blobs)
 
 
 def _read_model(folder: Path) -> tuple[ModelConfig, Tokenizer | None]:

@@ -63,6 +63,20 @@ class StoreGroup(Group):
         self._host_rank = host_rank
         self._posted: list[str] = []
 
+    def dense_group(self) -> StoreGroup:
+        return StoreGroup(
+            self._store.clone(),
+            self.rank,
+            self.size,
+            name=f"{self.name}-dense",
+            timeout_seconds=self.timeout_seconds,
+            socket_dir=self._socket_dir,
+            host_rank=self._host_rank,
+        )
+
+    def exchange_store(self) -> tuple[dist.Store, None]:
+        return dist.PrefixStore(f"{self.name}/exchange", self._store.clone()), None
+
     def _key(self, *parts: object) -> str:
         return "/".join((self.name, *map(str, parts)))
 
@@ -208,6 +222,10 @@ class _StoreClient:
             if self._host_rank is not None:
                 raise RankDiedError(self._host_rank, text) from error
             raise GroupError(text) from error
+
+    def clone(self) -> dist.Store:
+        """A connection of its own to the same store: a call that waits on one does not hold up the other."""
+        return self._store.clone()
 
     def get_all(self, keys: list[str], deadline: Deadline) -> list[bytes]:
         if self._store.has_extended_api():

@@ -154,6 +154,14 @@ class Group(ABC):
     def _refuse_late_joiners(self, deadline: Deadline) -> None: ...
 
     @abstractmethod
+    def dense_group(self) -> Group:
+        """A new group of the same ranks, for a standalone dense manager; a rank without one never makes it."""
+
+    @abstractmethod
+    def exchange_store(self) -> tuple[Any, Any]:
+        """Collective: (a torch store that every rank reaches, what keeps it alive here). See exchange.py."""
+
+    @abstractmethod
     def _release(self) -> None:
         """The end of `close`. Must not raise."""
 
@@ -283,6 +291,12 @@ class Group(ABC):
         if self._aborted is None:
             self._aborted = abort
             self._publish(abort)
+
+    def check_alive(self) -> None:
+        """Raises what keeps the group from going on: an abort that a rank published, or the death of one."""
+        self._raise_if_aborted(Deadline(1.0))
+        for rank in sorted(self.dead):
+            raise RankDiedError(rank, f"rank {rank} of the group {self.name!r} died")
 
     def abort(self, reason: str) -> None:
         """Makes the group unusable: peers that wait in a collective, now or later, raise naming this rank.

@@ -296,6 +296,34 @@ class MpiGroup(Group):
         except Exception as error:
             logger.warning("rank %d could not tell its group that it failed: %s", self.rank, error)
 
+    # -- other groups and stores of the same ranks
+
+    def dense_group(self) -> MpiGroup:
+        return MpiGroup(
+            self._parent,
+            ranks=self._ranks,
+            name=f"{self.name}-dense",
+            tag=DENSE_GROUP_TAG,
+            timeout_seconds=self.timeout_seconds,
+            socket_dir=self._socket_dir,
+        )
+
+    def exchange_store(self) -> tuple[Any, Any]:
+        """MPI has no store, so rank 0 serves one, on loopback alone."""
+        from dwdp.group.backends import connect_store, host_store
+
+        served, port, error = None, 0, None
+        if self.rank == 0:
+            try:
+                served, port = host_store()
+            except GroupError as failure:
+                error = failure
+        port = self.vote_with("a store for the exchange", error, port)[0]
+        if self.rank == 0:
+            return served, served
+        options = {"timeout_seconds": self.timeout_seconds, "served_by": "rank 0", "check": self.check_alive}
+        return connect_store(port, **options), None
+
     # -- joining and leaving
 
     def _claim_rank(self, deadline: Deadline) -> None:

@@ -63,7 +63,8 @@ class RoutedExperts(nn.Module):
 
     plain: w13 [rows, 2 * inter, width] (w1 above w3), w2 [rows, width, inter]. mxfp4 and nvfp4: both packed,
     two values a byte along the last axis, beside w13_scale and w2_scale (a byte for 32 or 16 values); nvfp4
-    has the small fp32 tensors w13_scale_2 [rows, 2], w2_scale_2 [rows]. A layer computes only with all rows.
+    has the small fp32 tensors w13_scale_2 [rows, 2], w2_scale_2 [rows]. A layer computes alone only with all
+    rows; with some of them it computes `contributions`, and `lockstep` adds those of all ranks.
     """
 
     def __init__(
@@ -85,10 +86,12 @@ class RoutedExperts(nn.Module):
         self.layer_index, self.num_experts = layer_index, config.num_experts
         self.first_expert, self.num_rows = start, end - start
         self.dtype, self.expert_format = dtype, expert_format
+        self.width, self.top_k = config.expert_width, config.num_experts_per_token
         self.activation = gated_activation(config)
+        self.lockstep: Any = None  # LockstepExperts, where ranks that step together divide the experts
         self.dwdp: Any = None  # object with bind(pos) and finish(pos), set by the expert runtime
         self.dwdp_pos: int | None = None
-        width, inter = config.expert_width, config.moe_intermediate_size
+        width, inter = self.width, config.moe_intermediate_size
         if expert_format == "plain":
             shapes = {"w13": ((2 * inter, width), dtype), "w2": ((width, inter), dtype)}
         else:
@@ -129,14 +132,20 @@ class RoutedExperts(nn.Module):
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """x: [N, width]; ids, weights: [N, k], ids ascending per token -> fp32 [N, width], the weighted sum.
 
-        Raises DwdpError while the layer holds only part of its experts.
+        Raises DwdpError while the layer holds only part of its experts and no other ranks compute with it.
         """
+        if self.lockstep is not None:
+            return self.lockstep.routed(self, x, ids, weights)
         if self.num_rows != self.num_experts:
             last = self.first_expert + self.num_rows - 1
             raise DwdpError(
                 f"layer {self.layer_index} holds experts {self.first_expert}..{last} of {self.num_experts}; "
                 "set expert DWDP up before a forward"
             )
+        return self.contributions(x, ids, weights)
+
+    def contributions(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """As `forward`, of the experts that are here; a token that picked none of them gets zeros."""
         order = ids.flatten().argsort(stable=True)
         tokens = order // ids.shape[1]
         counts = torch.bincount(ids.flatten(), minlength=self.num_experts)
@@ -148,40 +157,41 @@ class RoutedExperts(nn.Module):
         """Experts in ascending order, each over its tokens: a token's sum has one order in every batch."""
         total = torch.zeros(x.shape, dtype=wide(x.dtype), device=x.device)
         flat_weights = weights.reshape(-1, 1)[order]
-        at = 0
-        for expert, count in enumerate(counts):
+        at = sum(counts[: self.first_expert])
+        for row, count in enumerate(counts[self.first_expert : self.first_expert + self.num_rows]):
             if count == 0:
                 continue
             mine = tokens[at : at + count]
-            w13, w2 = self._weights_of(expert)
+            w13, w2 = self._weights_of(row)
             gate, up = F.linear(x.index_select(0, mine), w13).chunk(2, -1)
             out = widen(F.linear(self.activation(gate, up), w2)) * flat_weights[at : at + count]
             total.index_add_(0, mine, out)
             at += count
         return total
 
-    def _weights_of(self, expert: int) -> tuple[Tensor, Tensor]:
-        """w13 and w2 of one expert in the model's dtype; packed ones are expanded for this use only."""
+    def _weights_of(self, row: int) -> tuple[Tensor, Tensor]:
+        """w13 and w2 of the expert in a row, in the model's dtype; packed ones are expanded for this use only."""
         if self.expert_format == "plain":
-            return self.w13[expert], self.w2[expert]
+            return self.w13[row], self.w2[row]
         if self.expert_format == "mxfp4":
             from dwdp.model.quant import dequantise_mxfp4
 
             return (
-                dequantise_mxfp4(self.w13[expert], self.w13_scale[expert], self.dtype),
-                dequantise_mxfp4(self.w2[expert], self.w2_scale[expert], self.dtype),
+                dequantise_mxfp4(self.w13[row], self.w13_scale[row], self.dtype),
+                dequantise_mxfp4(self.w2[row], self.w2_scale[row], self.dtype),
             )
         from dwdp.model.quant import dequantise_nvfp4
 
         return (
-            dequantise_nvfp4(self.w13[expert], self.w13_scale[expert], self.w13_scale_2[expert], self.dtype),
-            dequantise_nvfp4(self.w2[expert], self.w2_scale[expert], self.w2_scale_2[expert], self.dtype),
+            dequantise_nvfp4(self.w13[row], self.w13_scale[row], self.w13_scale_2[row], self.dtype),
+            dequantise_nvfp4(self.w2[row], self.w2_scale[row], self.w2_scale_2[row], self.dtype),
         )
 
     def _groupable(self, x: Tensor) -> bool:
         """Whether the grouped product takes these operands: plain bf16 on CUDA, rows of whole 16 bytes."""
         return (
             self.expert_format == "plain"
+            and self.num_rows == self.num_experts
             and x.is_cuda
             and x.dtype == torch.bfloat16
             and x.shape[0] > 0

@@ -109,7 +109,7 @@ def collect(
     for entry in sorted(held.values(), key=lambda entry: entry.order):
         if entry.storage.nbytes() < max(min_bytes, 1):
             continue
-        problem = _why_it_stays(entry, layers)
+        problem = _why_it_stays(entry, layers, without_bytes)
         if problem:
             problems.append(problem)
         elif entry.places:
@@ -125,7 +125,7 @@ def collect(
     return _lay_out(moving, layers, num_ranks, problems)
 
 
-def _why_it_stays(entry: _Held, layers: list[nn.Module]) -> str | None:
+def _why_it_stays(entry: _Held, layers: list[nn.Module], without_bytes: bool) -> str | None:
     nbytes = entry.storage.nbytes()
     if entry.unknown:
         return (

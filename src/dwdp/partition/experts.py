@@ -40,6 +40,11 @@ class ExpertPartition:
         """
         return _partition(config.dwdp_size, config.num_experts_per_worker, config.num_prefetch_experts, num_experts)
 
+    @classmethod
+    def balanced(cls, num_ranks: int, num_experts: int) -> ExpertPartition:
+        """The table of ranks that divide the experts as evenly as they can. Raises ValueError as `from_config`."""
+        return _partition(num_ranks, 0, 0, num_experts)
+
     def owner(self, expert: int) -> int:
         """The rank that serves `expert` to the others: the lowest one that stores it."""
         if not 0 <= expert < self.num_experts:

@@ -33,8 +33,11 @@ class DenseDwdpManager:
     """Owns the dense runtime of a rank; the model's layers call its hooks.
 
     Registered before the model is built, at most one per process and rank context. Until set-up has committed,
-    and after release, the hooks do nothing. config: a DenseConfig that is enabled.
+    and after release, the hooks do nothing. config: a DenseConfig that is enabled. This class alone is the attached
+    mode's, owned by a DwdpManager; standalone.py has the other.
     """
+
+    prefetch_next_pass = True  # fills go on into the next forward
 
     def __init__(self, config) -> None:
         self.config = config
@@ -97,7 +100,13 @@ class DenseDwdpManager:
         if self.runtime is not None:
             return self.report
         setup = DenseSetup(
-            model, self.config, group=group, domain=domain, device=device, free_bytes=free_bytes, transfer=transfer
+            model,
+            self.config,
+            group=group,
+            domain=domain,
+            device=device,
+            free_bytes=free_bytes,
+            transfer=transfer,
         )
         self.report, self.weights = setup.run()
         if self.weights is None:
@@ -107,7 +116,7 @@ class DenseDwdpManager:
         weights = self.weights
         self.runtime = DenseRuntime(
             device,
-            DenseSchedule(weights.layout.segments, prefetch_next_pass=True),
+            DenseSchedule(weights.layout.segments, prefetch_next_pass=self.prefetch_next_pass),
             weights.layout.positions,
             weights.plans,
             counters,

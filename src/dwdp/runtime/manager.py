@@ -14,6 +14,7 @@ from dwdp.errors import DwdpError, ModelReleasedError
 from dwdp.partition.experts import ExpertPartition
 from dwdp.runtime.counters import Counters
 from dwdp.runtime.dense_manager import DenseDwdpManager, current_dense_manager, refuse_weight_change
+from dwdp.runtime.teardown import give_back
 from dwdp.weights.transfers import Transfer
 
 if TYPE_CHECKING:
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
 __all__ = ["DenseDwdpManager", "DwdpManager", "current_dense_manager", "refuse_weight_change"]
 
 logger = logging.getLogger(__name__)
-
-RELEASE_BARRIER_SECONDS = 60.0  # a teardown waits this long for a peer, then goes on without it
 
 
 class DwdpManager:
@@ -162,9 +161,7 @@ class DwdpManager:
             return  # the model is as it was
         if getattr(model, "unusable", None) is None:
             model.unusable = error
-        for part in self._parts():
-            for step in (part.drain, part.unmap_imports, part.release_own):
-                _attempt(step)
+        give_back(self._parts())
         self.experts = None
         if self.dense is not None:
             self.dense.runtime = self.dense.experts = None
@@ -241,26 +238,13 @@ class DwdpManager:
         model = self._model()
         if model is not None:
             model.released = True
-        for part in parts:
-            _attempt(part.drain)
-        if agreed:
-            self._barrier("release: copies drained")
-        for part in parts:
-            _attempt(part.unmap_imports)
-        if agreed:
-            self._barrier("release: peers unmapped")
-        for part in parts:
-            _attempt(part.release_own)
+        give_back(parts, self.group if agreed else None)
 
     def _parts(self) -> Iterator[DenseDwdpManager | ExpertRuntime]:
         if self._dense_committed:
             yield self.dense
         if self.experts is not None:
             yield self.experts
-
-    def _barrier(self, tag: str) -> None:
-        if self.group is not None:
-            _attempt(lambda: self.group.barrier(tag, timeout_seconds=RELEASE_BARRIER_SECONDS, skip_dead=True), tag)
 
     # ---- what it says ----
 
@@ -294,14 +278,6 @@ class DwdpManager:
         if self.report:
             self._counters.exposed_wait_seconds = self.device.exposed_wait_seconds - self._exposed_before
         return self._counters.as_dict()
-
-
-def _attempt(step: Callable[[], object], what: str | None = None) -> None:
-    """A step of a teardown: a failure is logged with its traceback and stops nothing."""
-    try:
-        step()
-    except Exception:
-        logger.exception("%s failed; the teardown goes on", what or getattr(step, "__qualname__", step))
 
 
 def _dense_off():

@@ -81,7 +81,7 @@ class DenseSetup:
     """One attempt. `run()` returns the report and, when it committed, the weights; else the model is untouched.
 
     free_bytes: called in P1, bytes of memory that may still be allocated. config: a DenseConfig. transfer: how the
-    copies are submitted; attached that of expert DWDP.
+    copies are submitted; attached that of expert DWDP, standalone of `copy`.
     """
 
     def __init__(
@@ -182,6 +182,7 @@ class DenseSetup:
                 "(DWDP_DENSE_MIN_BYTES)"
             )
         settings = {f"dense_dwdp.{key}": str(getattr(c, key)) for key in COMPARED_SETTINGS}
+        settings["transfer (dense_dwdp.copy, gather_kernel)"] = str(self.transfer)
         layout = {"granularity of memory": str(self.domain.granularity), "layout digest": self.layout.digest}
         weights = {}
         self.checksums = []

@@ -88,11 +88,13 @@ def generate(
 def _run(fields: dict, prompts: list[str], params, *, hashed: bool, quiet: bool) -> dict:
     """The document of `--json`, from ranks that are started here or from this process's own rank."""
     from dwdp import env
+    from dwdp.config.files import asked_ranks
     from dwdp.executor.prompts import prepare
     from dwdp.executor.settings import resolve
 
     _keep_torch_off_stderr()
-    place = env.discover_rank(fields.get("ranks", 1))
+    ranks = asked_ranks(fields.get("ranks", 1), fields.get("tp_size", 1), fields.get("attention_dp", False))
+    place = env.discover_rank(ranks)
     try:
         launch = resolve(**fields)
         prepare(launch, prompts, params)  # what is refused here needs no rank
