@@ -17,8 +17,9 @@ import torch
 
 from dwdp import LLM, SamplingParams
 from dwdp.env import child_environment
-from dwdp.errors import DwdpError, ModelReleasedError, RankDiedError, RequestError
+from dwdp.errors import CheckpointError, DwdpError, ModelReleasedError, RankDiedError, RequestError
 from tests.executor.checkpoints import write_tiny
+from tests.support.tiny import random_tensors, tiny_model_config
 
 ROOT = Path(__file__).parent.parent
 PROMPTS = ["one", [7, 8, 9, 10, 11], "three", "and a fourth", [1]]
@@ -199,6 +200,51 @@ def test_sampling_is_repeatable_and_stop_strings_are_cut(replicated):
     stopped = replicated.generate("abc", SamplingParams(max_tokens=20, temperature=1.0, seed=5, stop=text))
     assert stopped[0].outputs[0].text == first.text[: first.text.index(text)]
     assert stopped[0].outputs[0].finish_reason == "stop"
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory):
+    """Other weights for the same config."""
+    folder = tmp_path_factory.mktemp("other")
+    return write_tiny(folder, tensors=random_tensors(tiny_model_config(), seed=5))
+
+
+def test_weights_are_updated_in_the_running_ranks_and_a_bad_checkpoint_changes_nothing(
+    tiny, other, replicated, tmp_path
+):
+    old = answers(replicated)
+    bad = write_tiny(tmp_path / "bad", num_experts_per_token=2)
+    with LLM(tiny, ranks=2, dwdp=EXPERTS | {"verify_every": 1}, device="cpu", quiet=True) as llm:
+        pids = [report["pid"] for report in llm.report()]
+        assert answers(llm) == old
+        llm.update_weights(other)
+        new = answers(llm)
+        assert new != old
+        for folder, words in ((bad, "num_experts_per_token differ"), (tmp_path / "none", "does not exist")):
+            with pytest.raises(CheckpointError, match=words) as caught:
+                llm.update_weights(folder)
+            assert "\n" not in str(caught.value) and ("rank " in str(caught.value) or folder != bad)
+        assert answers(llm) == new
+        llm.release()
+        with pytest.raises(ModelReleasedError):
+            llm.update_weights(tiny)
+        llm.setup()
+        assert answers(llm) == new, "a set-up behind an update loads the new weights"
+        llm.update_weights(tiny)
+        assert answers(llm) == old and [report["pid"] for report in llm.report()] == pids
+    with LLM(tiny, ranks=2, replicated=True, device="cpu", quiet=True) as llm:
+        llm.update_weights(other)
+        assert answers(llm) == new
+        with pytest.raises(CheckpointError, match="rank .: .*num_experts_per_token differ"):
+            llm.update_weights(bad)
+        assert answers(llm) == new
+
+
+def test_an_update_of_weights_that_dense_dwdp_has_moved_is_refused(spread, other):
+    before = answers(spread)
+    with pytest.raises(DwdpError, match="dense DWDP has spread this model's weights .* build and load a new model"):
+        spread.update_weights(other)
+    assert answers(spread) == before
 
 
 def test_a_killed_rank_is_named_and_everything_is_ended(tiny):

@@ -74,3 +74,7 @@ class VerificationError(DwdpError):
 
 class ModelReleasedError(DwdpError):
     """A forward on a model whose weights were released."""
+
+
+class ModelUnusableError(DwdpError):
+    """A forward on, or a change of, a model that a failed setup or weight update left behind."""

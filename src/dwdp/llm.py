@@ -7,13 +7,15 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from dwdp.config.schema import DenseConfig, DwdpConfig
 from dwdp.errors import RequestError
 from dwdp.executor import messages
 from dwdp.executor.frontend import Frontend
 from dwdp.executor.prompts import Prompt, plain_ids, prepare, request_output
 from dwdp.executor.request import RequestOutput, SamplingParams, check_token_ids, check_whole
-from dwdp.executor.settings import Launch, resolve
+from dwdp.executor.settings import Launch, model_folder, resolve
 
 if TYPE_CHECKING:
     import torch
@@ -161,6 +163,24 @@ class LLM:
         with self._lock, ProgressBars(quiet=self._quiet) as self._bars:
             self._to_all(messages.Setup, self._frontend.settings, self._epoch)
             self._epoch += 1
+
+    def update_weights(self, model_path: str | os.PathLike) -> None:
+        """Overwrites the weights in the running ranks with those of another checkpoint folder.
+
+        Its config.json must be the loaded one, quantization_config included; the tokenizer stays. Waits for calls of
+        other threads to finish; a later `setup` loads these weights. Raises CheckpointError (a ValueError), one line
+        naming the rank, for a checkpoint that does not fit, and DwdpError where dense DWDP has moved the weights; then
+        nothing has changed on any rank. After an error later on no rank computes with mixed weights: forwards raise
+        ModelUnusableError until `release` and `setup`.
+        """
+        from dwdp.executor.progress import ProgressBars
+
+        path = str(model_folder(model_path).resolve())
+        with self._lock, ProgressBars(quiet=self._quiet) as self._bars:
+            if self._frontend.settings.dwdp is None:
+                self._to_all(messages.UpdateWeights, path, True)  # these ranks have no group to vote in
+            self._to_all(messages.UpdateWeights, path)
+            self._frontend.settings = msgspec.structs.replace(self._frontend.settings, weights=path)
 
     def close(self) -> None:
         """Ends every rank process; afterwards nothing of this LLM is left."""

@@ -23,6 +23,7 @@ PARAMS = SamplingParams(max_tokens=3, temperature=0.5, top_k=4, top_p=0.9, seed=
         messages.Generate(2, [messages.WorkItem(0, [1, 2], PARAMS)], True),
         messages.Logits(3, [5], 2, 1),
         messages.Report(4),
+        messages.UpdateWeights(7, "/new", True),
         messages.Release(5),
         messages.Shutdown(6),
     ],

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
 import pytest
 
 from dwdp import LLM
+from dwdp.env import child_environment
 from dwdp.model.writer import random_checkpoint
 from dwdp.runtime.setup_experts import outside_bytes
 from tests.support.system import prompt, replicated, shared, write_random
@@ -63,6 +67,48 @@ def test_the_ledger_equals_what_the_kernel_counts_on_a_large_checkpoint(tmp_path
             assert e["moved_bytes"] == e["expert_moved_bytes"] + e["dense_moved_bytes"]
             # Half of what is moved is this rank's own; the handles add their rounding.
             assert abs(e["freed_bytes"] - e["moved_bytes"] / 2) <= 0.02 * e["moved_bytes"]
+
+
+@pytest.fixture(scope="module")
+def few_large_tables(tmp_path_factory):
+    """Two MoE layers: a table of a rank is so large that one more of it cannot be missed."""
+    config = tiny_config_dict(
+        hidden_size=512, vocab_size=2048, num_hidden_layers=3, num_experts=40, moe_intermediate_size=1024,
+        routed_expert_hidden_size=512,
+    )  # fmt: skip
+    config["linear_attn_config"] |= {"full_attn_layers": [3], "kda_layers": [1, 2]}
+    folder = tmp_path_factory.mktemp("large") / "m"
+    random_checkpoint(folder, config, seed=1)
+    assert sum(f.stat().st_size for f in folder.iterdir()) >= 230 * 2**20
+    small = write_random(tmp_path_factory.mktemp("small") / "m")
+    return folder, small, 20 * 2 * 1024 * 512 * 2  # 20 experts' w13 in bf16
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("how", ["direct", "copied"])
+def test_the_peak_while_loading_and_setting_up_is_what_rests(few_large_tables, how):
+    """Loaded into handles. Where tables are copied into them the peak has one table of a rank more, which this
+    measure must show."""
+    folder, warm_up, table = few_large_tables
+    root = Path(__file__).parent
+    child = subprocess.run(
+        [sys.executable, str(root / "loading_process.py"), str(folder), str(warm_up), how],
+        env=child_environment(PYTHONPATH=os.pathsep.join([str(root.parent.parent), *sys.path])),
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert child.returncode == 0, child.stderr
+    found = json.loads(child.stdout.splitlines()[-1])
+    weights = found["stored_bytes"] + found["replicated_bytes"]
+    assert found["stored_bytes"] > 230 * 2**20, found
+    small = table // 3
+    if how == "copied":
+        assert found["moving"] > weights + table - small, (found, weights)
+        return
+    assert found["moving"] <= weights + small, (found, weights)
+    assert found["peak"] <= weights + found["ring_bytes"] + small, (found, weights)
+    assert found["peak"] <= found["rest"] + small, (found, weights)
 
 
 def test_replicated_bytes_are_those_of_the_live_storages(tmp_path):

@@ -112,8 +112,8 @@ def test_a_bit_flipped_in_a_peers_row_while_serving_is_found_and_named(model, wh
             if what == "dense":
                 rank.manager.dense.weights.store.row(1, 2)[70] ^= 4
             else:
-                (table,) = [t for t in rank.manager.experts._transport.tables if (t.spec.pos, t.spec.name) == (1, "w2")]
-                rank.manager.experts._transport._own_rows(table)[1].view(-1).view(torch.uint8)[9] ^= 4
+                (table,) = [t for t in rank.manager.experts.transport.tables if (t.spec.pos, t.spec.name) == (1, "w2")]
+                rank.manager.experts.transport._own_rows(table)[1].view(-1).view(torch.uint8)[9] ^= 4
         rank.manager.group.barrier("flipped")
         taken = 0
         while rank.manager.verification_error is None and taken < every * LAYERS:

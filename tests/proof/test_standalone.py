@@ -104,11 +104,8 @@ def test_every_transfer_copies_the_same_and_is_reported(model, without, copy, ke
     results = lockstep(model, 2, body, dense={**STANDALONE, "copy": copy}, settings_of=settings_of)
     for (found, report, plans), expected in zip(results, without(2)):
         assert_same(found, expected)
-        used = ({"auto": "tma"}.get(kernel, kernel)) if copy == "gather" else None
+        used = {"auto": "tma"}.get(kernel, kernel) if copy == "gather" else None
         assert (report["transfer"], report["gather_kernel"]) == (copy, used)
-            copy,
-            {"auto": "tma"}.get(kernel, kernel) if copy == "gather" else None,
-        )
         assert all((plan.gather is not None) == (copy == "gather") and not plan.batch for plan in plans)
 
 

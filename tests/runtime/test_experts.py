@@ -282,16 +282,16 @@ def test_a_check_beside_the_forwards_finds_rows_that_changed():
                 runtime.finish(pos)
             device.drain()
 
-        checked, check = [], runtime._checker.check
-        runtime._checker.check = lambda pos: (checked.append(pos), check(pos))[1]
+        checked, check = [], runtime.checker.check
+        runtime.checker.check = lambda pos: (checked.append(pos), check(pos))[1]
         for _ in range(5):
             forward()
         assert runtime.verification_error is None and runtime.verified_forward == 4
         assert checked == [1, 2], "the layers take turns"
         group.barrier("checked")
         if group.rank == 1:
-            for table in runtime._transport.tables:
-                runtime._transport._own_rows(table)[1].view(-1).view(torch.uint8)[2] ^= 1
+            for table in runtime.transport.tables:
+                runtime.transport._own_rows(table)[1].view(-1).view(torch.uint8)[2] ^= 1
         group.barrier("spoiled")
         forward(), forward()
         error = runtime.verification_error

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dwdp.errors import ModelReleasedError
-from dwdp.runtime import manager as manager_module
+from dwdp.runtime import teardown
 from tests.support.system import prompt, replicated, shared, write_random
 
 NOTHING = {"handles": 0, "mappings": 0, "ranges": 0, "descriptors": 0}
@@ -26,7 +26,7 @@ def model(tmp_path_factory):
 
 def test_a_release_does_not_wait_for_a_peer_longer_than_its_bound_and_the_peer_serves_on(model, monkeypatch, caplog):
     """Rank 1 goes on computing while rank 0, whose rows it reads, has given all its memory back."""
-    monkeypatch.setattr(manager_module, "RELEASE_BARRIER_SECONDS", 0.3)
+    monkeypatch.setattr(teardown, "RELEASE_BARRIER_SECONDS", 0.3)
     ids = prompt(0, 8)
     expected = replicated(model, lambda rank: rank.logits(ids))
     released, served = threading.Event(), threading.Event()

@@ -106,7 +106,7 @@ def test_edge_bytes_are_right_before_any_copy_runs():
 
     def body(group, domain, device):
         model, runtime = set_up(group, reference, partition, domain, device, verify="off")
-        for table in runtime._transport.tables:
+        for table in runtime.transport.tables:
             handle, b = table.geometry.handle, table.spec.row_nbytes
             whole = raw(reference[table.spec.pos][0][table.spec.name])
             inside = domain.tensor(table.area, table.geometry.before, (handle.nbytes,), torch.uint8)

@@ -165,7 +165,7 @@ def test_every_mapping_is_proved_before_the_last_vote_and_every_byte_of_it_can_b
 
     def body(group, domain, device):
         model, runtime = set_up(group, reference, partition, domain, device, verify="off")
-        transport = runtime._transport
+        transport = runtime.transport
         areas = [table.area for table in transport.tables] + transport.peer_areas
         assert sum(proved[id(area)] for area in areas) == sum(area.nbytes for area in areas) // GRANULE
         for area in areas:

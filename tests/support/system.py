@@ -19,10 +19,12 @@ STANDALONE = {**DENSE}
 SMALL_PAGES = {"host_granule_bytes": 4096, "page_granules": 2}
 
 
-def write_random(folder: Path, *, expert_format: str = "plain", fp8_attention: bool = False, **changes) -> Path:
+def write_random(
+    folder: Path, *, seed: int = 3, expert_format: str = "plain", fp8_attention: bool = False, **changes
+) -> Path:
     """A random checkpoint of the tiny five-layer Kimi-K3 with `changes` in its config."""
     random_checkpoint(
-        folder, tiny_config_dict(**changes), seed=3, expert_format=expert_format, fp8_attention=fp8_attention
+        folder, tiny_config_dict(**changes), seed=seed, expert_format=expert_format, fp8_attention=fp8_attention
     )
     return folder
 

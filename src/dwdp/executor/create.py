@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 import os
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -69,6 +70,37 @@ class RankExecutor:
         """Float32 [tokens, vocab]; see SimpleLoop.logits."""
         return self._running().logits(token_ids, chunk_size=chunk_size, decode=decode)
 
+    def update_weights(self, path: str, *, check_only: bool = False, progress: StageProgress | None = None) -> None:
+        """Overwrites the weights in place with those of another checkpoint of the same config.json; collective where
+        ranks share weights. check_only: looks at the checkpoint alone.
+
+        Raises on every rank when any fails, CheckpointError naming this rank for a checkpoint that does not fit.
+        The weights are then as they were, or the model says in every forward why it cannot run.
+        """
+        from dwdp.errors import CheckpointError
+        from dwdp.model.loader import WeightUpdate
+        from dwdp.runtime.update import update_weights
+
+        def checked() -> WeightUpdate:
+            self._running()
+            return WeightUpdate(
+                path,
+                self.model,
+                expert_range=self._expert_range(),
+                progress=lambda done, total: (progress or (lambda *_: None))("update", done, total),
+            )
+
+        try:
+            if check_only:
+                with checked():
+                    return
+            if self.manager is not None:
+                self.manager.update_weights(self.model, checked)
+            else:
+                update_weights(self.model, checked)
+        except CheckpointError as error:
+            raise CheckpointError(f"rank {self.rank}: {error}") from error
+
     def report(self) -> dict:
         """{rank, pid, ledger, counters} with the ledger in bytes; zeros where DWDP is off."""
         report = empty_report(self.rank)
@@ -82,6 +114,11 @@ class RankExecutor:
 
             report["ledger"]["replicated_bytes"] = outside_bytes(self.model, self.domain)
         return report
+
+    def _expert_range(self) -> tuple[int, int] | None:
+        """The experts whose rows this rank writes where expert DWDP is on; elsewhere all that its tables have."""
+        partition = getattr(self.manager, "partition", None)
+        return None if partition is None else partition.ranges[self.rank]
 
     def release(self) -> None:
         """Gives DWDP back, agreed with the other ranks, and drops the model. Raises what the teardown
@@ -196,6 +233,8 @@ def build_rank(
     except BaseException as error:
         for group in stages.groups:
             _tell_peers(group, error)
+        # A load that was given up has tensors in its frames, over handles that go now.
+        traceback.clear_frames(error.__traceback__)
         stages.undo_all()
         raise
 
@@ -222,12 +261,12 @@ def _build(settings, group, rank, progress, copy_bytes_per_second, trace, stages
         if settings.dense_dwdp is not None:
             domain, device, manager = _create_standalone(settings, group, rank, options, stages)
     model = load_model(
-        settings.model,
+        settings.weights or settings.model,
         dtype=dtype,
         expert_range=expert_range,
         device=device_name,
         progress=lambda done, total: progress("load", done, total),
-        built=None if manager is None else manager.check_model,
+        built=None if manager is None else manager.prepare,
     )
     if manager is not None:
         progress("setup", 0, 1)

@@ -20,7 +20,7 @@ class RankSettings(msgspec.Struct, frozen=True, kw_only=True):
     dwdp, dense_dwdp: the config sections as plain documents, dwdp None without expert DWDP. attention_dp: the
     ranks step together and divide the experts. dense_gather_kernel: of standalone copies by gather. cores: compute
     threads are max(1, cores // ranks). store_host, store_port: where the group's TCPStore listens; port 0 for runs
-    without a group.
+    without a group. weights: the folder that a weight update has put in the place of `model`'s tensors.
     """
 
     model: str
@@ -36,6 +36,7 @@ class RankSettings(msgspec.Struct, frozen=True, kw_only=True):
     store_host: str = "127.0.0.1"
     store_port: int = 0
     socket_dir: str | None = None
+    weights: str | None = None
 
     @property
     def has_group(self) -> bool:
@@ -83,6 +84,14 @@ class Logits(msgspec.Struct, tag=True, frozen=True):
     decode: int = 0
 
 
+class UpdateWeights(msgspec.Struct, tag=True, frozen=True):
+    """Overwrite the weights with those of the checkpoint folder `path`; check_only: only say whether it fits."""
+
+    call: int
+    path: str
+    check_only: bool = False
+
+
 class Report(msgspec.Struct, tag=True, frozen=True):
     call: int
 
@@ -95,7 +104,7 @@ class Shutdown(msgspec.Struct, tag=True, frozen=True):
     call: int
 
 
-Command = Setup | Generate | Logits | Report | Release | Shutdown
+Command = Setup | Generate | Logits | UpdateWeights | Report | Release | Shutdown
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True):
@@ -103,7 +112,7 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
 
 
 class Progress(msgspec.Struct, tag=True, frozen=True):
-    """done of total units of a stage, `load` or `setup`."""
+    """done of total units of a stage, `load`, `setup` or `update`."""
 
     stage: str
     done: int

@@ -44,18 +44,22 @@ class RankServer:
             try:
                 self.handle(command)
             except BaseException as error:
-                fatal = not self._goes_on(error)
+                fatal = not self._goes_on(command, error)
                 self.send(failure(command.call, error, fatal))
                 if fatal:
                     return 1
             if isinstance(command, messages.Shutdown):
                 return 0
 
-    def _goes_on(self, error: BaseException) -> bool:
-        """A refused request leaves the rank as it was; anything else may have left it half way."""
-        from dwdp.errors import ModelReleasedError, RequestError
+    def _goes_on(self, command, error: BaseException) -> bool:
+        """A refused request leaves the rank as it was, and a failed update leaves the old weights or a model that
+        refuses to run; anything else may have left the rank half way."""
+        from dwdp.errors import ModelReleasedError, ModelUnusableError, RequestError
+        from dwdp.executor.messages import UpdateWeights
 
-        return isinstance(error, (RequestError, ModelReleasedError))
+        if isinstance(command, UpdateWeights):
+            return isinstance(error, Exception)
+        return isinstance(error, (RequestError, ModelReleasedError, ModelUnusableError))
 
     def handle(self, command) -> None:
         from dwdp.executor import messages
@@ -75,6 +79,10 @@ class RankServer:
                 )
                 frame = logits.numpy().astype("<f4", copy=False)
                 self.send(messages.LogitsReady(call, list(logits.shape)), frame)
+            case messages.UpdateWeights(call=call, path=path, check_only=check_only):
+                self._last_percent.clear()
+                self._ready().update_weights(path, check_only=check_only, progress=self.progress)
+                self.send(messages.Done(call))
             case messages.Report(call=call):
                 self.send(messages.Reported(call, self._report()))
             case messages.Release(call=call):

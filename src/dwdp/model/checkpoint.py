@@ -110,6 +110,15 @@ class Checkpoint:
         self.read_into(entry, out)
         return out
 
+    def digest(self) -> str:
+        """SHA-256 (hex) over config.json and every tensor's name, dtype and shape: cheap, no tensor is read.
+
+        Ranks that load the same model agree on it also when their files are cut into other shards.
+        """
+        index = sorted((e.name, e.dtype, list(e.shape), e.nbytes) for e in self.entries.values())
+        text = json.dumps([self.config, index], sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
     def close(self) -> None:
         if self._open is not None:
             os.close(self._open[1])
@@ -228,14 +237,9 @@ def read_config(path: str | os.PathLike) -> dict:
 
 
 def checkpoint_digest(path: str | os.PathLike) -> str:
-    """SHA-256 (hex) over config.json and every tensor's name, dtype and shape: cheap, no tensor is read.
-
-    Ranks that load the same model agree on it also when their files are cut into other shards.
-    """
+    """`Checkpoint.digest` of a folder."""
     with Checkpoint(path) as checkpoint:
-        index = sorted((e.name, e.dtype, list(e.shape), e.nbytes) for e in checkpoint.entries.values())
-        text = json.dumps([checkpoint.config, index], sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()
+        return checkpoint.digest()
 
 
 def read_json(path: Path) -> dict:

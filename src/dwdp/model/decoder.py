@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dwdp.errors import DwdpError, ModelReleasedError
+from dwdp.errors import DwdpError, ModelReleasedError, ModelUnusableError
 from dwdp.model.config import ModelConfig
 from dwdp.model.kda import KimiDeltaAttention
 from dwdp.model.mla import LatentAttention
@@ -154,6 +154,7 @@ class KimiK3Model(nn.Module):
         self.config, self.dtype, self.expert_format = config, dtype, expert_format
         self.released = False
         self.unusable: BaseException | None = None
+        self.checkpoint_config: dict[str, Any] | None = None  # the config.json that it was loaded with
         self.dense = _dense_manager()
         self.model = TextModel(
             config,
@@ -190,13 +191,13 @@ class KimiK3Model(nn.Module):
 
         With `state` every sequence goes on from its own length and the state is updated in place; a forward
         that raises leaves it as it was. Without, sequences start empty and the result is differentiable.
-        Raises ModelReleasedError once the weights are released, DwdpError on a model marked unusable,
+        Raises ModelReleasedError once the weights are released, ModelUnusableError on a model marked unusable,
         ValueError when ids and state do not fit.
         """
         if self.released:
             raise ModelReleasedError("the weights of this model were released; build and load a new one")
         if self.unusable is not None:
-            raise DwdpError(f"this model cannot run: {self.unusable}") from self.unusable
+            raise ModelUnusableError(f"this model cannot run: {self.unusable}") from self.unusable
         if ids.ndim != 2 or ids.numel() == 0:
             raise ValueError(f"ids must be [batch, tokens] with at least one token, not {list(ids.shape)}")
         if state is not None:

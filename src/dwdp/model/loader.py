@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dwdp.errors import CheckpointError, ConfigError
 from dwdp.model.checkpoint import DTYPES, Checkpoint, ReadLog, TensorEntry
@@ -67,7 +67,9 @@ def load_model(
     dtype: "auto" (the checkpoint's on a GPU, float32 on a CPU), a name or a torch dtype. Packed experts stay
     packed; FP8 weights outside of them become `dtype`. Only this rank's experts are read, all names and
     shapes are checked. `read_log(file, offset, nbytes)` is called for every read, headers included.
-    `built(model)` is called with the model on the meta device, before any weight is read, and may refuse it.
+    `built(model)` is called with the model on the meta device, when the checkpoint is known to fit and before any
+    weight is read. It may refuse it, or give it parameters that lie elsewhere: only what is on the meta device
+    still gets memory here, the rest is read into as it is.
 
     CheckpointError is one line with every missing, extra or misshapen tensor, and with every tensor that
     quantization_config contradicts. ConfigError for an unknown dtype, ValueError for a bad expert range.
@@ -83,13 +85,22 @@ def load_model(
             expert_range=expert_range,
             device="meta",
         )
+        places = _match(checkpoint, model, formats)
+        model.checkpoint_config = checkpoint.config
         if built is not None:
             built(model)
-        places = _match(checkpoint, model, formats)
         model.requires_grad_(False)
-        model.to_empty(device=device)
+        _materialise(model, device)
         _fill(checkpoint, model, places, progress)
     return model.eval()
+
+
+def _materialise(model: nn.Module, device: str | torch.device) -> None:
+    """Memory, not initialised, for every parameter that is on the meta device; the model has no buffers."""
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.is_meta:
+                setattr(module, name, nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=False))
 
 
 def load_reads(path: str | os.PathLike, *, expert_range: tuple[int, int] | None = None) -> list[TensorEntry]:
@@ -100,6 +111,66 @@ def load_reads(path: str | os.PathLike, *, expert_range: tuple[int, int] | None 
         expert_format = _expert_format(checkpoint, config, formats)
         model = KimiK3Model(config, expert_format=expert_format, expert_range=expert_range, device="meta")
         return [checkpoint.entries[name] for name in _match(checkpoint, model, formats)]
+
+
+class WeightUpdate:
+    """Another checkpoint for a model that is loaded, checked when it is opened. Context manager.
+
+    expert_range: the experts [start, end) whose rows this rank writes; None: all. The model's tables begin at the
+    expert that they say. digest: of all names, dtypes and shapes. Opening raises CheckpointError, one line, for a
+    checkpoint that the model could not have been loaded from: another config.json, other tensors, another format.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike,
+        model: KimiK3Model,
+        *,
+        expert_range: tuple[int, int] | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        self._model, self._progress = model, progress
+        self._checkpoint = Checkpoint(path)
+        try:
+            _check_same_config(self._checkpoint, model)
+            formats = read_formats(self._checkpoint.path, self._checkpoint.config)
+            self._places = _match(self._checkpoint, model, formats, expert_range)
+            self._check_values()
+            self.digest = self._checkpoint.digest()
+        except BaseException:
+            self._checkpoint.close()
+            raise
+
+    def _check_values(self) -> None:
+        """What `_fill` could refuse, found before anything is written."""
+        parameters = dict(self._model.named_parameters())
+        for name, place in self._places.items():
+            if place.how == "a_log":
+                entry = self._checkpoint.entries[name]
+                _a_log_values(self._checkpoint, entry, parameters[place.parameter].numel())
+
+    def write(self) -> None:
+        """Overwrites the parameters in place. An error on the way leaves them half written."""
+        _fill(self._checkpoint, self._model, self._places, self._progress)
+
+    def __enter__(self) -> WeightUpdate:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._checkpoint.close()
+
+
+def _check_same_config(checkpoint: Checkpoint, model: KimiK3Model) -> None:
+    """The quantization_config is part of it, so that the formats are the same too."""
+    new, loaded = checkpoint.config, model.checkpoint_config
+    if loaded is None:
+        raise ConfigError("only a model that was loaded from a checkpoint can be updated")
+    differing = sorted(key for key in new.keys() | loaded.keys() if new.get(key) != loaded.get(key))
+    if differing:
+        raise CheckpointError(
+            f"{checkpoint.path}/config.json is not the one that this model was loaded with: "
+            f"{', '.join(differing)} differ; only weights can be updated"
+        )
 
 
 def _model_config(checkpoint: Checkpoint) -> ModelConfig:
@@ -136,11 +207,16 @@ def _expert_format(checkpoint: Checkpoint, config: ModelConfig, formats: Formats
     return most
 
 
-def _match(checkpoint: Checkpoint, model: KimiK3Model, formats: Formats) -> dict[str, Place]:
-    """Raw name -> place of all that this rank reads, in reading order; or one error with every fault."""
+def _match(
+    checkpoint: Checkpoint, model: KimiK3Model, formats: Formats, expert_range: tuple[int, int] | None = None
+) -> dict[str, Place]:
+    """Raw name -> place of all that this rank reads, in reading order; or one error with every fault.
+
+    expert_range: None for all experts that the model's tables have.
+    """
     inventory = Inventory(checkpoint, formats)
     places: dict[str, Place] = {}
-    for expected, place in _expectations(model):
+    for expected, place in _expectations(model, expert_range):
         found = inventory.take(expected)
         for suffix, name in found.names.items():
             if found.format == "fp8":
@@ -154,7 +230,9 @@ def _match(checkpoint: Checkpoint, model: KimiK3Model, formats: Formats) -> dict
     return {name: places[name] for name in checkpoint.entries if name in places}
 
 
-def _expectations(model: KimiK3Model) -> Iterator[tuple[Expected, dict[str, Place]]]:
+def _expectations(
+    model: KimiK3Model, expert_range: tuple[int, int] | None
+) -> Iterator[tuple[Expected, dict[str, Place]]]:
     """What the checkpoint must hold, and suffix -> place of what this rank reads of it."""
     experts = {id(p) for layer in model.moe_layers() for p in layer.parameters()}
     for name, parameter in model.named_parameters():
@@ -169,10 +247,13 @@ def _expectations(model: KimiK3Model) -> Iterator[tuple[Expected, dict[str, Plac
         else:
             yield Expected(name, shape), {"": Place(name)}
     for layer in model.moe_layers():
-        yield from _expert_expectations(model, layer)
+        first = layer.first_expert
+        yield from _expert_expectations(model, layer, expert_range or (first, first + layer.num_rows))
 
 
-def _expert_expectations(model: KimiK3Model, experts: RoutedExperts) -> Iterator[tuple[Expected, dict[str, Place]]]:
+def _expert_expectations(
+    model: KimiK3Model, experts: RoutedExperts, expert_range: tuple[int, int]
+) -> Iterator[tuple[Expected, dict[str, Place]]]:
     width, inter = model.config.expert_width, model.config.moe_intermediate_size
     base = expert_module(experts.layer_index)
     # w13 is w1 (gate) above w3 (up): matrix -> its table, its rows there, its place in the two factors
@@ -191,7 +272,7 @@ def _expert_expectations(model: KimiK3Model, experts: RoutedExperts) -> Iterator
                 kind="expert",
                 format=model.expert_format,
             )
-            if not 0 <= row < experts.num_rows:
+            if not expert_range[0] <= expert < expert_range[1]:
                 yield expected, {}
                 continue
             weight = Place(f"{base}.{table}", row=row, part=part)
@@ -214,7 +295,7 @@ def _fill(checkpoint: Checkpoint, model: KimiK3Model, places: dict[str, Place], 
     for name, place in places.items():
         entry, target = checkpoint.entries[name], place.view(parameters[place.parameter])
         if place.how == "a_log":
-            _fill_a_log(checkpoint, entry, target)
+            target.copy_(_a_log_values(checkpoint, entry, target.numel()))
         elif place.how == "fp8_scale":
             scales[place.parameter] = checkpoint.read(entry).to(target.device)
         else:
@@ -238,12 +319,12 @@ def _read_to(checkpoint: Checkpoint, entry: TensorEntry, target: Tensor) -> None
         target.copy_(checkpoint.read(entry).view(target.shape))
 
 
-def _fill_a_log(checkpoint: Checkpoint, entry: TensorEntry, target: Tensor) -> None:
+def _a_log_values(checkpoint: Checkpoint, entry: TensorEntry, heads: int) -> Tensor:
+    """[heads] in the checkpoint's dtype; what lies behind them must be zero."""
     values = checkpoint.read(entry).flatten()
-    heads = target.numel()
     if values[heads:].count_nonzero():
         raise CheckpointError(
             f"{checkpoint.path}: tensor {entry.name} of {values.numel()} values has a tail behind its "
             f"{heads} heads that is not zero"
         )
-    target.copy_(values[:heads])
+    return values[:heads]

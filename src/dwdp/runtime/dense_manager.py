@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-from dwdp.errors import DwdpError, ModelReleasedError
+from dwdp.errors import DwdpError, ModelReleasedError, ModelUnusableError
 from dwdp.runtime.counters import Counters
 from dwdp.weights.transfers import PER_SLICE, Transfer
 
@@ -188,11 +188,11 @@ def refuse_weight_change(model) -> None:
         if getattr(part, "released", False):
             raise ModelReleasedError("the weights of this model were released; build and load a new one")
         if getattr(part, "unusable", None) is not None:
-            raise DwdpError(f"this model cannot run any more: {part.unusable}; build and load a new one")
+            raise ModelUnusableError(f"this model cannot run any more: {part.unusable}; build and load a new one")
         if getattr(part, "dense_dwdp_moved", False):
             raise DwdpError(
                 "dense DWDP has spread this model's weights over the ranks: they cannot be loaded or updated in "
-                "place; build and load a new model"
+                "place; release them, then build and load a new model and set it up"
             )
 
 

@@ -22,6 +22,7 @@ from dwdp.runtime.schedule import (
 )
 from dwdp.weights.copy import run_plan
 from dwdp.weights.plan import CopyPlan
+from dwdp.weights.small import SmallSpec
 
 logger = logging.getLogger(__name__)
 
@@ -31,9 +32,10 @@ class ExpertRuntime:
     so.
 
     plans: one CopyPlan per managed layer; none (one rank alone) makes every method do nothing. num_slots: S;
-    min(S, L) are used. transport, ring: what `release_own` gives back. modules: the layers' routed experts,
-    held weakly. checker, verify_every: every so many forwards one layer's rows are compared again on the copy
-    stream; a mismatch is kept in `verification_error` and logged. report: what setup found.
+    min(S, L) are used. transport, ring: what `release_own` gives back. small: the exchanged per-expert tensors.
+    modules: the layers' routed experts, held weakly. checker, verify_every: every so many forwards one layer's rows
+    are compared again on the copy stream; a mismatch is kept in `verification_error` and logged. report: what setup
+    found.
 
     [Note: events] Each slot has one ready event and one end-of-read event. An event belongs to the slot that
     was read or written, never to the layer or to the slot of the copy that follows.
@@ -47,6 +49,7 @@ class ExpertRuntime:
         *,
         counters: Counters | None = None,
         transport: Any = None,
+        small: Sequence[SmallSpec] = (),
         ring: Any = None,
         modules: Sequence[Any] = (),
         checker: Any = None,
@@ -64,9 +67,10 @@ class ExpertRuntime:
         self._names = [f"E{slot}" for slot in slots]
         self._ready = [device.event(f"E{slot} ready") for slot in slots]
         self._end_of_read = [device.event(f"E{slot} end of read") for slot in slots]
-        self._transport, self._ring = transport, ring
+        self.transport, self._ring = transport, ring
+        self.small = list(small)
         self._modules = [weakref.ref(module) for module in modules]
-        self._checker, self._verify_every = checker, verify_every
+        self.checker, self._verify_every = checker, verify_every
         self._forwards = 0
         self._check_next: int | None = None
         self._stopped = False
@@ -168,13 +172,13 @@ class ExpertRuntime:
 
     def _count_forward(self) -> None:
         self._forwards += 1
-        if self._checker is not None and self._verify_every and self._forwards % self._verify_every == 0:
+        if self.checker is not None and self._verify_every and self._forwards % self._verify_every == 0:
             self._check_next = self._forwards // self._verify_every % self.num_layers
 
     def _verify(self, pos: int) -> None:
         """Runs on the copy stream, after the copy and before its ready event. Keeps the first mismatch."""
         try:
-            self._checker.check(pos)
+            self.checker.check(pos)
             self.verified_forward = self._forwards
         except VerificationError as error:
             if self.verification_error is None:
@@ -203,13 +207,13 @@ class ExpertRuntime:
             module = reference()
             if module is not None and module.dwdp is self:
                 detach_module(module)
-        if self._transport is not None:
-            self._transport.unmap_imports()
+        if self.transport is not None:
+            self.transport.unmap_imports()
 
     def release_own(self) -> None:
         """Releases own handles, composite ranges and the ring's pages; idempotent."""
-        if self._transport is not None:
-            self._transport.release_own()
+        if self.transport is not None:
+            self.transport.release_own()
         if self._ring is not None:
             self._ring.close()
 

@@ -14,11 +14,13 @@ from dwdp.errors import DwdpError, ModelReleasedError
 from dwdp.partition.experts import ExpertPartition
 from dwdp.runtime.counters import Counters
 from dwdp.runtime.dense_manager import DenseDwdpManager, current_dense_manager, refuse_weight_change
-from dwdp.runtime.teardown import give_back
+from dwdp.runtime.teardown import attempt, give_back
 from dwdp.weights.transfers import Transfer
 
 if TYPE_CHECKING:
     from dwdp.runtime.experts import ExpertRuntime
+    from dwdp.runtime.setup_experts import LoadedTables
+    from dwdp.runtime.update import OpenSource
 
 __all__ = ["DenseDwdpManager", "DwdpManager", "current_dense_manager", "refuse_weight_change"]
 
@@ -43,6 +45,7 @@ class DwdpManager:
             raise DwdpError("dense DWDP on top of expert DWDP needs dwdp_size > 1, it is 1")
         self.dense = DenseDwdpManager(dense) if enabled else None
         self.experts: ExpertRuntime | None = None
+        self._loaded: LoadedTables | None = None  # what the model is loaded into, until `setup` takes it over
         self.report: dict[str, Any] | None = None
         self._counters = Counters()
         self._model: Callable[[], Any] = lambda: None
@@ -69,11 +72,28 @@ class DwdpManager:
         if self.dense is not None:
             self.dense.check_model(model)
 
+    def prepare(self, model) -> None:
+        """Lets a model on the meta device be loaded straight into this rank's handles: its expert tables become
+        tensors over them. Optional and without a collective; refuses as `check_model` does.
+
+        A model that was prepared cannot be as it was after a set-up that fails: `model.unusable` is then the error.
+        Everything is given back by `release`, whether `setup` was reached or not.
+        """
+        self.check_model(model)
+        if self._released or self.report is not None or self._loaded is not None:
+            raise DwdpError("this DWDP manager has a model already; make a new one for another model")
+        if self.config.dwdp_size > 1:
+            from dwdp.runtime.setup_experts import make_room
+
+            self._model = weakref.ref(model)
+            self._loaded = make_room(model, self.domain, self.partition, self.group.rank)
+
     def setup(self, model) -> dict[str, Any]:
         """Moves the loaded model's weights; collective. Returns the report, on a committed model the same again.
 
         Dense DWDP commits first, so that its originals are given back before the expert ring is allocated.
-        Raises on every rank when any fails; where dense DWDP had committed, `model.unusable` is the error.
+        Raises on every rank when any fails; where dense DWDP had committed or the model was loaded into handles
+        (`prepare`), `model.unusable` is the error.
         """
         if self._released:
             raise ModelReleasedError("this DWDP manager was released; make a new one for a newly loaded model")
@@ -82,10 +102,13 @@ class DwdpManager:
         refuse_weight_change(model)
         if self.group is not None and self.group.dead:
             raise DwdpError(f"no set-up without ranks {sorted(self.group.dead)}, which are dead; start the group anew")
+        if self._loaded is not None and self._model() is not model:
+            raise DwdpError("another model than this one was prepared for loading into handles")
         self._model = weakref.ref(model)
-        dense_report = self._setup_dense(model)
         try:
+            dense_report = self._setup_dense(model)
             self.experts = self._setup_experts(model, dense_report)
+            self._loaded = None
             self._attach()
             if self.group is not None:
                 self.group.mark_setup_done()
@@ -112,18 +135,14 @@ class DwdpManager:
             # Off here; a rank where it is on must not wait for this one.
             config = self.dense_config or _dense_off()
             return DenseSetup(model, config, free_bytes=free_bytes, **resources).run()[0]
-        try:
-            return self.dense.setup(
-                model,
-                counters=self._counters,
-                free_bytes=free_bytes,
-                transfer=self.transfer,
-                verify_every=self.config.verify_every,
-                **resources,
-            )
-        except BaseException as error:
-            self._give_up(model, error)
-            raise
+        return self.dense.setup(
+            model,
+            counters=self._counters,
+            free_bytes=free_bytes,
+            transfer=self.transfer,
+            verify_every=self.config.verify_every,
+            **resources,
+        )
 
     def _setup_experts(self, model, dense_report: dict[str, Any]) -> ExpertRuntime:
         from dwdp.partition.collect import has_dense_roots
@@ -143,6 +162,7 @@ class DwdpManager:
             dense_would_help=dense_report["status"] == "off" and has_dense_roots(model),
             restorable=not self._dense_committed,
             transfer=self.transfer,
+            loaded=self._loaded,
         )
 
     def _attach(self) -> None:
@@ -156,15 +176,21 @@ class DwdpManager:
             )
 
     def _give_up(self, model, error: BaseException) -> None:
-        """After a failure behind the dense commit: everything goes, and the model says why it cannot run."""
-        if not self._dense_committed and self.experts is None:
+        """After a failure that cannot be undone: everything goes, and the model says why it cannot run."""
+        if not self._dense_committed and self.experts is None and self._loaded is None:
             return  # the model is as it was
+        self._drop_loaded()
         if getattr(model, "unusable", None) is None:
             model.unusable = error
         give_back(self._parts())
         self.experts = None
         if self.dense is not None:
             self.dense.runtime = self.dense.experts = None
+
+    def _drop_loaded(self) -> None:
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None:
+            attempt(loaded.close)
 
     def _free_bytes_of(self, model) -> Callable[[], int]:
         def free_bytes() -> int:
@@ -211,6 +237,24 @@ class DwdpManager:
         if self.experts is not None:
             self.experts.invalidate_prefetch()
 
+    def update_weights(self, model, open_source: OpenSource) -> None:
+        """Overwrites the weights of the model in place, between two forwards; collective. See update.py.
+
+        Refused, with nothing changed, where dense DWDP has committed, after `release`, and without a dead rank.
+        """
+        from dwdp.runtime.update import update_weights
+
+        if self._released:
+            raise ModelReleasedError("this DWDP manager was released; its model cannot be updated")
+        update_weights(
+            model,
+            open_source,
+            group=self.group,
+            device=self.device,
+            experts=self.experts,
+            verify=self.config.verify,
+        )
+
     def _is_primed(self) -> bool:
         return (
             self.experts is not None
@@ -233,8 +277,9 @@ class DwdpManager:
             return
         self._released = True
         parts = list(self._parts())
-        if not parts:
+        if not parts and self._loaded is None:
             return
+        self._drop_loaded()
         model = self._model()
         if model is not None:
             model.released = True

@@ -9,6 +9,9 @@
 after that collective, gives back what it made, and its model is as it was. Behind the final vote nothing can
 fail.
 
+[Note: loaded into handles] Where the rows were read straight into handles (`make_room`) there is no copy that could
+be given back: after a failure the model is marked unusable instead. Nothing but the step that moves rows differs.
+
 [Note: shares of the host] Where no size is declared, a rank's is its share of the memory that the host has
 available right behind the handshake: every rank has loaded and none has begun its ring. A rank that asked the
 host again later would divide what its peers' rings have left, and refuse a ring that fits.
@@ -20,6 +23,7 @@ import hashlib
 import logging
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -35,10 +39,10 @@ from dwdp.weights.copy import copy_slices, run_plan
 from dwdp.weights.plan import TableSpec, count_mappings, expert_runs
 from dwdp.weights.ring import PrefetchRing, free_host_bytes
 from dwdp.weights.small import PER_EXPERT, SmallSpec, assemble, disagreements, pack
-from dwdp.weights.tables import describe_tables
+from dwdp.weights.tables import check_movable, describe_tables
 from dwdp.weights.transfers import PER_SLICE, Transfer
 from dwdp.weights.transport import ExpertTransport, HandleInfo
-from dwdp.weights.verify import MODES, RowChecker
+from dwdp.weights.verify import MODES, RowChecker, overlap_problems
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +53,38 @@ class HandlesMessage(msgspec.Struct):
     error: str | None
     digest: str
     handles: list[HandleInfo]
+
+
+@dataclass(frozen=True)
+class LoadedTables:
+    """Handles that a model's expert tables are loaded into; addresses: of the tables."""
+
+    transport: ExpertTransport
+    addresses: set[int]
+
+    def close(self) -> None:
+        """Gives the handles back and leaves the model empty tables. Idempotent; for a load that failed."""
+        self.transport.detach()
+        self.transport.close()
+
+
+def make_room(model, domain, partition: ExpertPartition, rank: int) -> LoadedTables:
+    """Handles for the expert tables of a model on the meta device, which become tensors over them.
+
+    To be called before weights are read, without a collective; the result goes to `setup_experts`, or is closed.
+    Raises what an allocation raises, with nothing left; the budgets are checked before the first handle.
+    """
+    layers = model.moe_layers()
+    specs = describe_tables(layers, partition, rank, domain).tables
+    plan_pages(domain, partition, rank, specs)
+    transport = ExpertTransport(domain, partition, rank, specs, layers)
+    return LoadedTables(transport, transport.make_room())
+
+
+def plan_pages(domain, partition: ExpertPartition, rank: int, specs: list[TableSpec], given_back: int = 0) -> None:
+    """Pages so large that all mappings fit the budget; given_back: mappings that will make room for them."""
+    nbytes = [spec.row_nbytes for spec in specs]
+    domain.plan_page_bytes(lambda page: count_mappings(nbytes, partition, rank, domain.granularity, page) - given_back)
 
 
 def setup_experts(
@@ -66,6 +102,7 @@ def setup_experts(
     dense_would_help: bool = False,
     restorable: bool = True,
     transfer: Transfer = PER_SLICE,
+    loaded: LoadedTables | None = None,
 ) -> ExpertRuntime:
     """Moves the routed experts of `model.moe_layers()` into shared memory and returns their runtime.
 
@@ -74,7 +111,8 @@ def setup_experts(
     None: the group's ranks share what the host has available, see [Note: shares of the host].
     dense_would_help: dense DWDP is a remedy for a ring that does not fit. restorable: False when the model
     cannot be as it was again (dense DWDP has committed); it is then marked unusable instead. transfer: how the
-    copies are submitted.
+    copies are submitted. loaded: the handles that this model was loaded into, owned from now on; see [Note: loaded
+    into handles].
 
     Raises on every rank when any rank fails: there its own error (PrefetchRingMemoryError, VerificationError,
     ValueError, MemoryDomainError, ...), elsewhere a RuntimeError naming rank, phase and text. The model is
@@ -90,8 +128,9 @@ def setup_experts(
         counters=counters,
         host_memory_bytes=host_memory_bytes,
         dense_would_help=dense_would_help,
-        restorable=restorable,
         transfer=transfer,
+        restorable=restorable and loaded is None,
+        loaded=loaded,
     )  # fmt: skip
     return setup.alone() if len(partition.ranges) == 1 else setup.run()
 
@@ -123,7 +162,8 @@ class _Setup:
         self.error: Exception | None = None  # this rank's first failure, to be told at the next collective
         self.specs: list[TableSpec] = []
         self.small: list[SmallSpec] = []
-        self.transport: ExpertTransport | None = None
+        self.loaded: LoadedTables | None = options["loaded"]
+        self.transport: ExpertTransport | None = self.loaded and self.loaded.transport
         self.ring: PrefetchRing | None = None
         self.runtime: ExpertRuntime | None = None
         self.received: dict[int, list[int]] = {}
@@ -195,14 +235,8 @@ class _Setup:
         for rank, message in enumerate(messages):
             if message.digest != messages[0].digest:
                 raise GroupError(f"rank {rank} sent handles of other tables than rank 0 (another digest)")
-        problems = []
-        for index, spec in enumerate(self.specs):
-            known: dict[int, tuple[int, int]] = {}  # expert -> (checksum, the lowest rank that stores it)
-            for rank, (start, end) in enumerate(self.partition.ranges):
-                for expert, checksum in zip(range(start, end), messages[rank].handles[index].checksums):
-                    first, owner = known.setdefault(expert, (checksum, rank))
-                    if first != checksum:
-                        problems.append(f"{spec} expert {expert} differs on rank {owner} and rank {rank}")
+        checksums = [[info.checksums for info in message.handles] for message in messages]
+        problems = overlap_problems(self.specs, checksums, self.partition)
         if problems:
             raise VerificationError(f"copies of an expert must be equal: {join_problems(problems)}")
         self.transport.infos = {rank: message.handles for rank, message in enumerate(messages)}
@@ -268,15 +302,15 @@ class _Setup:
                 f"the partition is for {len(self.partition.ranges)} ranks, the group has {self.group.size}"
             )
         found = describe_tables(self.layers, self.partition, self.rank, self.domain)
+        check_movable(self.layers, self.domain, self.loaded.addresses if self.loaded else ())
         self.specs, self.small = found.tables, found.small
         return found.report
 
     def _move(self) -> None:
-        nbytes = [spec.row_nbytes for spec in self.specs]
-        self.domain.plan_page_bytes(
-            lambda page: count_mappings(nbytes, self.partition, self.rank, self.domain.granularity, page)
-        )
-        self.transport = ExpertTransport(self.domain, self.partition, self.rank, self.specs, self.layers)
+        given_back = self.loaded.transport.num_loading if self.loaded else 0
+        plan_pages(self.domain, self.partition, self.rank, self.specs, given_back)
+        if self.loaded is None:
+            self.transport = ExpertTransport(self.domain, self.partition, self.rank, self.specs, self.layers)
         self.transport.take_in()
 
     def _build(self) -> list[bytes]:
@@ -316,6 +350,7 @@ class _Setup:
             self.device, plans, options["num_slots"],
             counters=options["counters"],
             transport=transport,
+            small=self.small,
             ring=self.ring,
             modules=self.layers,
             checker=checker,

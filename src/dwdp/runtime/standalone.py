@@ -9,13 +9,16 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dwdp.errors import DwdpError, GroupTimeoutError, ModelReleasedError
 from dwdp.runtime.counters import Counters
 from dwdp.runtime.dense_manager import DenseDwdpManager, refuse_weight_change
 from dwdp.runtime.teardown import give_back
 from dwdp.weights.transfers import Transfer
+
+if TYPE_CHECKING:
+    from dwdp.runtime.update import OpenSource
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +64,10 @@ class StandaloneDenseManager(DenseDwdpManager):
             self.unregister()
 
     # ---- set-up ----
+
+    def prepare(self, model) -> None:
+        """Before a model on the meta device is loaded; refuses as `check_model` does."""
+        self.check_model(model)
 
     def setup(self, model) -> dict[str, Any]:
         """Spreads the loaded model's dense weights; collective. On a committed model: the same report again.
@@ -131,6 +138,14 @@ class StandaloneDenseManager(DenseDwdpManager):
         """Called by the executor's loop after a forward that completed."""
         self.device.mark("end")
         self._counters.forwards += 1
+
+    def update_weights(self, model, open_source: OpenSource) -> None:
+        """Overwrites the weights of the model in place, on this rank; refused where its dense weights have moved."""
+        from dwdp.runtime.update import update_weights
+
+        if self._released:
+            raise ModelReleasedError("this DWDP manager was released; its model cannot be updated")
+        update_weights(model, open_source, device=self.device)
 
     # ---- teardown ----
 

@@ -1,9 +1,8 @@
-"""What a rank's model has of the routed experts: checked, described, and ready to be compared with its
-peers."""
+"""What a rank's model has of the routed experts: described, ready to be compared with its peers, and checked."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,9 +26,8 @@ class Description:
 def describe_tables(layers: Sequence[Any], partition: ExpertPartition, rank: int, domain) -> Description:
     """Describes the expert tables and small tensors of `layers` (the routed experts of each MoE layer).
 
-    Raises ValueError, naming layer and table, for a layer that does not hold exactly the rank's experts or
-    whose attribute `weights_transformed` is False, and for a table that could not be moved or whose original
-    would not be freed.
+    Shapes and dtypes alone: the tables may be on the meta device. Raises ValueError, naming layer and table, for
+    a layer that does not hold exactly the rank's experts.
     """
     start, end = partition.ranges[rank]
     if not layers:
@@ -42,13 +40,8 @@ def describe_tables(layers: Sequence[Any], partition: ExpertPartition, rank: int
         "layers": [layer.layer_index for layer in layers],
     }
     tables, small = [], []
-    storages: dict[int, str] = {}
     for pos, layer in enumerate(layers):
         index = layer.layer_index
-        if getattr(layer, "weights_transformed", True) is False:
-            raise ValueError(
-                f"the experts of layer {index} still wait for their post-load transform; run it before setup"
-            )
         if layer.num_experts != partition.num_experts or layer.first_expert != start:
             raise ValueError(
                 f"layer {index} has {layer.num_experts} experts and begins at {layer.first_expert}; "
@@ -58,7 +51,6 @@ def describe_tables(layers: Sequence[Any], partition: ExpertPartition, rank: int
             what = f"layer {index} table {name}"
             if table.shape[0] != end - start:
                 raise ValueError(f"{what} has {table.shape[0]} rows, rank {rank} stores {end - start} experts")
-            _check_movable(what, table, domain, storages)
             shape, dtype = tuple(table.shape[1:]), str(table.dtype).removeprefix("torch.")
             tables.append(TableSpec(pos, index, name, shape, dtype, row_bytes(shape, table.dtype.itemsize)))
             report[what] = [list(shape), dtype]
@@ -69,13 +61,28 @@ def describe_tables(layers: Sequence[Any], partition: ExpertPartition, rank: int
     return Description(tables, small, report)
 
 
-def _check_movable(what: str, table: torch.Tensor, domain, storages: dict[int, str]) -> None:
+def check_movable(layers: Sequence[Any], domain, own: Collection[int] = ()) -> None:
+    """Raises ValueError, naming layer and table, for a table that could not be moved or whose original would not be
+    freed, and for a layer whose attribute `weights_transformed` is False.
+
+    own: addresses of tables that may lie in the domain, because this setup's handles are below them.
+    """
+    storages: dict[int, str] = {}
+    for layer in layers:
+        if getattr(layer, "weights_transformed", True) is False:
+            where = f"the experts of layer {layer.layer_index}"
+            raise ValueError(f"{where} still wait for their post-load transform; run it before setup")
+        for name, table in layer.expert_tables().items():
+            _check_movable(f"layer {layer.layer_index} table {name}", table, domain, own, storages)
+
+
+def _check_movable(what: str, table: torch.Tensor, domain, own: Collection[int], storages: dict[int, str]) -> None:
     if table.is_meta or not table.numel():
         raise ValueError(f"{what} has no bytes: its weights are not loaded")
     nbytes = table.numel() * table.dtype.itemsize
     if not table.is_contiguous() or table.untyped_storage().nbytes() != nbytes:
         raise ValueError(f"{what} is a part of a larger or strided storage; it must be a tensor of its own")
-    if domain is not None and domain.holds(table):
+    if domain is not None and domain.holds(table) and table.data_ptr() not in own:
         raise ValueError(f"{what} lies in mapped memory already, in a dense slot or in another setup's handle")
     other = storages.setdefault(table.untyped_storage().data_ptr(), what)
     if other != what:

@@ -48,7 +48,8 @@ class OwnTable:
     module: weakref.ref
     area: Any = None
     handle: Any = None
-    moved: bool = False  # the module's rows lie in the handle, the original is gone
+    loading: Any = None  # a range with nothing but the handle, from before the rows are read until `take_in`
+    moved: bool = False  # the module's rows lie in the handle, there is no original
     checksums: list[int] = field(default_factory=list)
 
     @property
@@ -65,18 +66,8 @@ class ExpertTransport:
 
     def __init__(self, domain, partition: ExpertPartition, rank: int, specs: list[TableSpec], modules: list) -> None:
         self.domain, self.partition, self.rank = domain, partition, rank
-        start, end = partition.ranges[rank]
-        self.own_range = (start, end)
-        self.tables = [
-            OwnTable(
-                spec,
-                composite_geometry(
-                    spec.row_nbytes, start, end, partition.num_experts, domain.granularity, domain.page_bytes
-                ),
-                weakref.ref(modules[spec.pos]),
-            )
-            for spec in specs
-        ]
+        self.own_range = partition.ranges[rank]
+        self.tables = [OwnTable(spec, self._geometry(spec), weakref.ref(modules[spec.pos])) for spec in specs]
         self.peer_areas: list = []
         self._imported: list = []
         # (table's index, peer) -> address of the peer's first own row here; and what the peer announced.
@@ -92,17 +83,54 @@ class ExpertTransport:
     def peers(self) -> list[int]:
         return [rank for rank in range(len(self.partition.ranges)) if rank != self.rank]
 
+    def _geometry(self, spec: TableSpec) -> CompositeGeometry:
+        num_experts, domain = self.partition.num_experts, self.domain
+        return composite_geometry(spec.row_nbytes, *self.own_range, num_experts, domain.granularity, domain.page_bytes)
+
     # Moving in.
 
+    @property
+    def num_loading(self) -> int:
+        """Tables whose rows were loaded into their handles and that `take_in` has not reached."""
+        return sum(table.loading is not None for table in self.tables)
+
+    def make_room(self) -> set[int]:
+        """Before weights are read: makes every handle, and the modules' meta tables tensors over them.
+
+        Returns the addresses of these tables. What it made it gives back when it fails.
+
+        [Note: loading into handles] While rows are read a handle is mapped in a range of its own, because what else
+        will be mapped, and with it the size of the pages, is known only in the setup. `take_in` then maps it
+        where it belongs and moves no byte.
+        """
+        self._check_descriptors()
+        try:
+            return {self._make_room(table) for table in self.tables}
+        except BaseException:
+            self.detach()
+            self.close()
+            raise
+
+    def _make_room(self, table: OwnTable) -> int:
+        domain, spec, handle = self.domain, table.spec, table.geometry.handle
+        table.loading = domain.reserve(handle.nbytes)
+        table.handle = domain.create(handle.nbytes, f"experts-{spec.layer}-{spec.name}")
+        domain.map(table.loading, 0, table.handle, writable=True)
+        start, end = self.own_range
+        rows = domain.tensor(table.loading, handle.data_offset, (end - start, *spec.shape), table.dtype)
+        setattr(table.module(), spec.name, torch.nn.Parameter(rows, requires_grad=False))
+        table.moved = True
+        return rows.data_ptr()
+
     def take_in(self) -> None:
-        """Table by table: allocate the handle, copy this rank's rows in, drop the original.
+        """Table by table: allocate the handle, copy this rank's rows in, drop the original; or, where the rows were
+        loaded into the handle, map it where it belongs.
 
         At most one table more than at rest is in memory at any time.
         """
-        self.domain.descriptor_budget.check(
-            len(self.tables) * len(self.partition.ranges), f"all handles of the experts on rank {self.rank}"
-        )
+        self._check_descriptors()
         for table in self.tables:
+            table.geometry = self._geometry(table.spec)  # pages may have grown since there was room made
             self._take_in(table)
 
     def _take_in(self, table: OwnTable) -> None:
@@ -110,16 +138,34 @@ class ExpertTransport:
         module = table.module()
         original = module.expert_tables()[spec.name]
         table.area = domain.reserve(geometry.nbytes)
-        table.handle = domain.create(geometry.handle.nbytes, f"experts-{spec.layer}-{spec.name}")
+        if table.loading is None:
+            table.handle = domain.create(geometry.handle.nbytes, f"experts-{spec.layer}-{spec.name}")
         domain.map(table.area, geometry.before, table.handle, writable=True)
         rows = self._own_rows(table)
         table.checksums = row_checksums(original.data_ptr(), len(original), spec.row_nbytes)
-        rows.view(torch.uint8).copy_(original.detach().view(torch.uint8))
+        if table.loading is None:
+            rows.view(torch.uint8).copy_(original.detach().view(torch.uint8))
         getattr(module, spec.name).data = rows
         table.moved = True
         if module.expert_tables()[spec.name].data_ptr() != rows.data_ptr():
             raise MemoryDomainError(f"{spec}: the module's attribute of that name does not hold the table")
+        del original  # the last tensor over the range that is freed now
+        self._free_loading(table)
         domain.seal(table.handle)
+
+    def _check_descriptors(self) -> None:
+        opened = sum(table.handle is not None for table in self.tables)
+        self.domain.descriptor_budget.check(
+            len(self.tables) * len(self.partition.ranges) - opened,
+            f"all handles of the experts on rank {self.rank}",
+        )
+
+    def sum_own_rows(self) -> list[list[int]]:
+        """Checksums of this rank's rows as they are now: one list a table, one number a row."""
+        for table in self.tables:
+            first = table.area.address + table.geometry.padding + self.own_range[0] * table.spec.row_nbytes
+            table.checksums = row_checksums(first, self.own_range[1] - self.own_range[0], table.spec.row_nbytes)
+        return [table.checksums for table in self.tables]
 
     def _own_rows(self, table: OwnTable) -> torch.Tensor:
         """[rows, ...] over this rank's rows."""
@@ -266,7 +312,13 @@ class ExpertTransport:
         self.unmap_imports()
         self.release_own()
 
+    def _free_loading(self, table: OwnTable) -> None:
+        loading, table.loading = table.loading, None
+        if loading is not None:
+            self.domain.free(loading)
+
     def _release(self, table: OwnTable) -> None:
+        self._free_loading(table)
         area, handle = table.area, table.handle
         table.area = table.handle = None
         if area is not None:

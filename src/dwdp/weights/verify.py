@@ -6,6 +6,8 @@ import ctypes
 import zlib
 from collections.abc import Iterator, Sequence
 
+import torch
+
 from dwdp.errors import VerificationError
 from dwdp.partition.experts import ExpertPartition
 from dwdp.weights.plan import TableAddresses, TableSpec
@@ -23,6 +25,27 @@ def row_checksums(address: int, num_rows: int, row_nbytes: int) -> list[int]:
         return [0] * num_rows
     view = _view(address, num_rows * row_nbytes)
     return [zlib.crc32(view[at : at + row_nbytes]) for at in range(0, len(view), row_nbytes)]
+
+
+def tensor_checksum(tensor: torch.Tensor, start: int = 0) -> int:
+    """CRC-32 of a tensor's bytes in row order, going on from `start`."""
+    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return zlib.crc32(data.numpy(), start)
+
+
+def overlap_problems(
+    specs: Sequence[TableSpec], checksums: Sequence[Sequence[Sequence[int]]], partition: ExpertPartition
+) -> list[str]:
+    """Experts whose rows are not the same on all ranks that store them; checksums: rank -> table -> row."""
+    problems = []
+    for index, spec in enumerate(specs):
+        known: dict[int, tuple[int, int]] = {}  # expert -> (checksum, the lowest rank that stores it)
+        for rank, (start, end) in enumerate(partition.ranges):
+            for expert, checksum in zip(range(start, end), checksums[rank][index]):
+                first, owner = known.setdefault(expert, (checksum, rank))
+                if first != checksum:
+                    problems.append(f"{spec} expert {expert} differs on rank {owner} and rank {rank}")
+    return problems
 
 
 class RowChecker:
@@ -44,6 +67,10 @@ class RowChecker:
         self._by_pos: dict[int, list[tuple[int, TableSpec, TableAddresses]]] = {}
         for index, (spec, table) in enumerate(zip(specs, tables)):
             self._by_pos.setdefault(spec.pos, []).append((index, spec, table))
+
+    def renew(self, checksums: dict[int, Sequence[Sequence[int]]]) -> None:
+        """The owners' rows have changed; no copy may be in flight."""
+        self._checksums = checksums
 
     def check(self, pos: int, mode: str = "full") -> int:
         """Compares the rows that the plan of layer `pos` has just copied; returns how many were compared.
