@@ -126,7 +126,6 @@ def test_standalone_roles_that_decode_pass_with_one_warning_naming_the_bytes(war
         ({"dwdp": {"memory": "cuda"}}, "off", "dwdp.memory: cuda"),
         ({"dwdp": {"handle_type": "fabric"}}, "off", "dwdp.handle_type: fabric"),
         ({"dense": {"load": "sharded"}}, "attached", "dense_dwdp.load: sharded"),
-        ({"dense": {"roots": "discover"}}, "attached", "dense_dwdp.roots: discover"),
     ],
 )
 def test_a_setting_that_nothing_serves_yet_is_refused_by_name(fields, mode, part):

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from dwdp.errors import DwdpError
-from dwdp.partition.collect import collect, has_dense_roots
+from dwdp.partition.collect import collect
 from dwdp.partition.layout import ALIGNMENT, gathered_checksums, original_checksums
+from dwdp.partition.roots import has_dense_roots
 from tests.support.toy_decoder import ToyModel, Weights
 
 

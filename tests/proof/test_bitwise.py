@@ -122,8 +122,13 @@ def test_more_ring_slots_change_no_bit(models, references, num_slots):
         check_counters(report["counters"])
 
 
-@pytest.mark.parametrize("dense", [None, {"segments": "attn"}, {"store_chunk_mb": 1}, {"own_rows": "map"}])
-def test_experts_alone_attention_alone_a_chunked_store_and_mapped_rows_change_no_bit(models, references, dense):
+DENSE_CASES = [None, {"segments": "attn"}, {"store_chunk_mb": 1}, {"own_rows": "map"}, {"roots": "discover"}]
+
+
+@pytest.mark.parametrize("dense", DENSE_CASES)
+def test_experts_alone_attention_alone_a_chunked_store_mapped_rows_and_discovery_change_no_bit(
+    models, references, dense
+):
     def body(rank):
         return compute(rank), rank.report()
 

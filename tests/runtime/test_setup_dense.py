@@ -26,6 +26,7 @@ from dwdp.runtime import leaks, setup_dense
 from dwdp.runtime.manager import refuse_weight_change
 from dwdp.runtime.setup_dense import DenseSetup
 from tests.support.dense_ranks import NOTHING_LIVE, config, dense_ranks, forward_and_check
+from tests.support.tiny import tiny_model, tiny_model_config
 from tests.support.toy_decoder import ToyModel, snapshot, value_bytes
 
 COLLECTIVES = ("dense P1", "dense P2", "dense P3", "dense P4", "dense P5")
@@ -227,10 +228,10 @@ def test_too_little_memory_is_refused_in_p1_with_both_sizes(monkeypatch):
 
 def errors_of(n, **options):
     def body(rank):
-        before = snapshot(rank.model)
+        before = {name: value_bytes(tensor) for name, tensor in rank.model.named_parameters()}
         with pytest.raises(DwdpError) as caught:
             rank.setup()
-        assert snapshot(rank.model) == before
+        assert {name: value_bytes(tensor) for name, tensor in rank.model.named_parameters()} == before
         return str(caught.value)
 
     return dense_ranks(n, body, **options)
@@ -273,6 +274,7 @@ def test_off_on_all_ranks_ends_there_without_work():
         ({"segments": ("attn",)}, "dense_dwdp.segments"),
         ({"store_chunk_mb": 3}, "dense_dwdp.store_chunk_mb"),
         ({"debug": 1}, "dense_dwdp.debug"),
+        ({"load": "sharded"}, "dense_dwdp.load"),
         ({"own_rows": "map"}, "dense_dwdp.own_rows"),
     ],
 )
@@ -301,6 +303,126 @@ def test_one_other_dtype_is_named():
 
     for message in errors_of(3, prepare=retype):
         assert "rank 0 has layer 2 attention storage" in message and "torch.float16" in message
+
+
+def other_shape(layer):
+    layer.shared.down = torch.nn.Parameter(torch.zeros(24, 50), requires_grad=False)
+
+
+def other_name(layer):
+    layer.shared.low = layer.shared.down
+    del layer.shared.down
+
+
+def one_more(layer):
+    layer.gate.extra = torch.nn.Parameter(torch.zeros(80), requires_grad=False)
+
+
+def tied(layer):
+    layer.shared.down = layer.shared.up
+
+
+def one_view_less(layer):
+    del layer.attn.rows
+
+
+def other_stride(layer):
+    layer.shared.down.data = layer.shared.down.data.t().contiguous().t()
+
+
+def larger_storage(layer):
+    layer.shared.down.data = torch.zeros(2000)[: 24 * 48].view(24, 48)
+
+
+def held_elsewhere(layer):
+    layer.shared.cached = [layer.shared.down.data]
+
+
+@pytest.mark.parametrize(
+    "change", [other_shape, other_name, one_more, tied, one_view_less, other_stride, larger_storage, held_elsewhere]
+)
+def test_a_rank_with_another_layout_is_named_with_its_layer(change):
+    def prepare(rank, model):
+        if rank == 1:
+            change(model.layers[2])
+
+    for message in errors_of(3, prepare=prepare):
+        assert "rank 1 has " in message and "layer 2 " in message
+        assert "rank 0 has" not in message and "rank 2 has" not in message and "layer 3" not in message
+
+
+def test_shared_experts_that_were_cut_over_the_ranks_are_refused():
+    """No forward adds such parts up again: each rank would compute with its own part only."""
+
+    def cut(rank, model):
+        for layer in model.layers[1:]:
+            layer.shared.up.data = layer.shared.up.data.chunk(3)[rank].clone()
+
+    for message in errors_of(3, prepare=cut):
+        assert "shared.up (layer 1 MoE-dense)" in message and all(f"rank {rank} has" in message for rank in range(3))
+
+
+def unfinished(model):
+    model.layers[2].shared.weights_transformed = False
+
+
+def without_bytes(model):
+    model.layers[2].shared.up = torch.nn.Parameter(torch.empty(9, 9, device="meta"), requires_grad=False)
+
+
+def unknown_attribute(model):
+    model.layers[2].shared.table = torch.zeros(300)
+
+
+def shared_across_layers(model):
+    model.layers[2].shared.up = model.layers[1].shared.up
+
+
+def another_managers_hooks(model):
+    model.layers[2].dense = None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (unfinished, "Weights of layer 2 still waits for its post-load transform"),
+        (without_bytes, "layers.2.shared.up has no bytes"),
+        (unknown_attribute, "layers.2.shared.table .1200 bytes, a plain attribute. is in neither"),
+        (shared_across_layers, "is shared across layers 1, 2"),
+        (another_managers_hooks, "layer 2 calls the hooks of no dense DWDP manager or of another one"),
+    ],
+)
+def test_what_a_rank_may_not_move_is_told_by_it_and_named_with_the_rank_elsewhere(change, message):
+    def prepare(rank, model):
+        if rank == 1:
+            change(model)
+
+    messages = []
+
+    def body(rank):
+        objects = [(id(p), p.data_ptr()) for p in rank.model.parameters()]
+        with pytest.raises(DwdpError, match=message) as caught:
+            rank.setup()
+        assert [(id(p), p.data_ptr()) for p in rank.model.parameters()] == objects
+        messages.append((rank.group.rank, str(caught.value)))
+
+    dense_ranks(3, body, prepare=prepare, settings=lambda rank: config(strict=True))
+    assert all(("rank 1 failed in phase 'dense P1'" in text) == (rank != 1) for rank, text in messages)
+
+
+def test_a_rank_that_discovers_where_others_read_declarations_is_named():
+    messages = []
+
+    def body(rank):
+        with pytest.raises(DwdpError) as caught:
+            rank.setup()
+        messages.append(str(caught.value))
+
+    def settings(rank):
+        return config(roots="discover" if rank == 1 else "declared")
+
+    dense_ranks(3, body, settings=settings, build=lambda: tiny_model(tiny_model_config()))
+    assert len(messages) == 3 and all("rank 1 has dense_dwdp.roots 'discover'" in message for message in messages)
 
 
 def test_two_ranks_that_differ_are_both_listed_with_their_values():
@@ -378,7 +500,7 @@ def test_no_covered_layer_is_a_warning_and_commits_nothing(caplog):
 
 def test_a_leak_is_counted_and_its_holder_named_with_debug(caplog):
     def body(rank):
-        holder = SimpleNamespace(kept=rank.model.layers[2].attn.o)
+        holder = SimpleNamespace(kept=rank.model.layers[2].attn.o.data)
         before = value_bytes(holder.kept)
         report = rank.setup()
         assert report["leaks"] == 1

@@ -19,10 +19,13 @@ def config(**changes):
     return DenseConfig(**({"enabled": True, "min_bytes": 1} | changes))
 
 
-def dense_ranks(n, body, *, settings=None, prepare=None, num_layers=3, device_options=None, verify_every=0, width=24):
+def dense_ranks(
+    n, body, *, settings=None, prepare=None, num_layers=3, build=None, device_options=None, verify_every=0, width=24
+):
     """Runs body(rank) on n rank threads; `rank` has group, domain, device, manager, model, counters and setup().
 
-    settings: rank -> DenseConfig; prepare(rank number, model) changes a model before set-up.
+    settings: rank -> DenseConfig; build: makes another model than the toy decoder; prepare(rank number, model)
+    changes a model before set-up.
     device_options: of HostDevice. Afterwards everything is given back, and nothing may be live.
     """
 
@@ -32,14 +35,12 @@ def dense_ranks(n, body, *, settings=None, prepare=None, num_layers=3, device_op
         with HostDomain(group.rank, granule_bytes=4096) as domain, HostDevice(**(device_options or {})) as device:
             manager = DenseDwdpManager(settings_of(group.rank))
             manager.register()
-            model = ToyModel(num_layers, width)
+            rank = SimpleNamespace(group=group, domain=domain, device=device, manager=manager, counters=Counters())
+            rank.model = ToyModel(num_layers, width) if build is None else build()
             if prepare is not None:
-                prepare(group.rank, model)
-            rank = SimpleNamespace(
-                group=group, domain=domain, device=device, manager=manager, model=model, counters=Counters()
-            )
+                prepare(group.rank, rank.model)
             rank.setup = lambda: manager.setup(
-                model,
+                rank.model,
                 group=group,
                 domain=domain,
                 device=device,

@@ -223,7 +223,7 @@ def check_supported(config: ServeConfig, mode: Mode) -> None:
             )
         wanted += [
             f"dense_dwdp.{field}: {getattr(dense, field)}"
-            for field, served in (("load", "whole"), ("roots", "declared"))
+            for field, served in (("load", "whole"),)
             if getattr(dense, field) != served
         ]
     if wanted:

@@ -61,12 +61,14 @@ class DenseDwdpManager:
             _current_dense.set(None)
 
     def check_model(self, model) -> bool:
-        """Whether the model declares dense roots; needs no weights. Without: an error, or logged (REQUIRED=0)."""
-        from dwdp.partition.collect import has_dense_roots
+        """Whether the model has dense roots, declared or discovered; needs no weights. Without: an error, or logged
+        (REQUIRED=0)."""
+        from dwdp.partition.roots import why_no_roots
 
-        if has_dense_roots(model):
+        reason = why_no_roots(model, self.config.roots)
+        if reason is None:
             return True
-        message = f"dense DWDP is on but no layer of {type(model).__name__} declares dense roots"
+        message = f"dense DWDP is on but {reason}"
         if self.config.required:
             raise DwdpError(f"{message}; switch DWDP_DENSE off, or set DWDP_DENSE_REQUIRED=0 to serve without it")
         if not self._no_roots_logged:  # asked when the model is built and again by set-up
@@ -91,9 +93,9 @@ class DenseDwdpManager:
         transfer: how the copies are submitted.
         A leak with STRICT raises on this rank after the commit, and publishes an abort.
         """
-        from dwdp.partition.collect import decoder_layers
         from dwdp.runtime.dense import DenseRuntime
         from dwdp.runtime.dense_schedule import DenseSchedule
+        from dwdp.runtime.model_hooks import install_hooks
         from dwdp.runtime.setup_dense import DenseSetup
         from dwdp.runtime.watchdog import SlotChecker
 
@@ -107,11 +109,12 @@ class DenseDwdpManager:
             device=device,
             free_bytes=free_bytes,
             transfer=transfer,
+            manager=self,
         )
         self.report, self.weights = setup.run()
         if self.weights is None:
             return self.report
-        for module in (model, *decoder_layers(model)):
+        for module in (model, *(layer.layer for layer in setup.collected.roots)):
             module.dense_dwdp_moved = True
         weights = self.weights
         self.runtime = DenseRuntime(
@@ -125,6 +128,7 @@ class DenseDwdpManager:
             watch=self.config.debug >= 2,
             verify_every=verify_every,
         )
+        install_hooks(self, model, setup.collected.roots)
         if weights.leaks and self.config.strict:
             message = f"dense DWDP (strict): originals are still alive after the commit: {'; '.join(weights.leaks)}"
             group.abort(message)

@@ -120,12 +120,13 @@ class DwdpManager:
         return self.report
 
     def _setup_dense(self, model) -> dict[str, Any]:
-        from dwdp.partition.collect import has_dense_roots
+        from dwdp.partition.roots import has_dense_roots
         from dwdp.runtime.setup_dense import DenseSetup, nothing_moved
 
         if self.config.dwdp_size < 2:
             return nothing_moved("off")
-        if not has_dense_roots(model):
+        how = self.dense_config.roots if self.dense_config is not None else "declared"
+        if not has_dense_roots(model, how):
             if self.dense is not None:
                 self.dense.check_model(model)
             return nothing_moved("no roots" if self.dense is not None else "off")
@@ -145,7 +146,7 @@ class DwdpManager:
         )
 
     def _setup_experts(self, model, dense_report: dict[str, Any]) -> ExpertRuntime:
-        from dwdp.partition.collect import has_dense_roots
+        from dwdp.partition.roots import has_dense_roots
         from dwdp.runtime.setup_experts import setup_experts
 
         return setup_experts(

@@ -74,7 +74,7 @@ class DenseWeights:
         for reference in references:
             tensor = reference()
             if tensor is not None:
-                tensor.data = tensor.data.new_empty((0, *tensor.shape[1:]))
+                _point(tensor, torch.empty((0, *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device))
 
 
 class DenseSetup:
@@ -82,6 +82,7 @@ class DenseSetup:
 
     free_bytes: called in P1, bytes of memory that may still be allocated. config: a DenseConfig. transfer: how the
     copies are submitted; attached that of expert DWDP, standalone of `copy`.
+    manager: whose hooks the layers must call when they call hooks themselves; None checks nothing.
     """
 
     def __init__(
@@ -94,8 +95,10 @@ class DenseSetup:
         device,
         free_bytes: Callable[[], int],
         transfer: Transfer = PER_SLICE,
+        manager=None,
     ) -> None:
-        self.model, self.config, self.transfer = model, config, transfer
+        self.model, self.config = model, config
+        self.transfer, self.manager = transfer, manager
         self.group, self.domain, self.device = group, domain, device
         self.free_bytes = free_bytes
         self.collected: Collected | None = None
@@ -175,7 +178,9 @@ class DenseSetup:
             segments=c.segments,
             min_bytes=c.min_bytes,
             strict=c.strict,
+            roots=c.roots,
         )
+        self._check_hooks()
         if not self.layout.blobs and c.strict:
             raise DwdpError(
                 f"dense DWDP (strict): no layer has a weight of {c.min_bytes} bytes or more to move; lower min_bytes "
@@ -194,6 +199,15 @@ class DenseSetup:
                 weights[f"the checksum of {storage.name} ({blob.name})"] = value
         self._check_memory()
         return {"settings": settings, "layout": layout, "weights": weights}
+
+    def _check_hooks(self) -> None:
+        """A layer without this manager's hooks would read what slots happen to hold."""
+        for layer in self.collected.roots if self.manager is not None else ():
+            if layer.calls_hooks and getattr(layer.layer, "dense", None) is not self.manager:
+                raise DwdpError(
+                    f"layer {layer.index} calls the hooks of no dense DWDP manager or of another one, because it was "
+                    "built before this one was registered; build the model after that"
+                )
 
     def _check_memory(self) -> None:
         rows = self._row_store()
@@ -256,26 +270,28 @@ class DenseSetup:
 
     def _repoint(self) -> None:
         self.repointed = []
+        bindings = [b for blob in self.collected.bindings for storage in blob for b in storage]
+        moving = {id(b.tensor) for b in bindings}
+        views: dict[int, torch.Tensor] = {}  # one tensor under two names stays one
         for number, blob in enumerate(self.layout.blobs):
-            moved: dict[int, torch.Tensor] = {}  # one tensor object under two names stays one
             for storage, bindings in zip(blob.storages, self.collected.bindings[number]):
                 for spec, binding in zip(storage.views, bindings):
-                    old = binding.tensor
-                    if id(old) not in moved:
-                        moved[id(old)] = _stand_in(old, self.slots.view(number, storage, spec))
-                        self.repointed.append(weakref.ref(moved[id(old)]))
-                    binding.assign(moved[id(old)])
+                    key = id(binding.tensor)
+                    if key not in views:
+                        views[key] = _repointed(binding.tensor, self.slots.view(number, storage, spec), moving)
+                        self.repointed.append(weakref.ref(views[key]))
+                    binding.assign(views[key])
         self._for_each_blob(self._compare_modules)
 
     def _p6_drop_originals(self) -> tuple[dict, DenseWeights]:
         if self.config.debug >= 1:
             self.slots.fill_with_nan()
         originals = [
-            (StorageWeakRef(bindings[0].tensor.untyped_storage()), storage.name)
+            (StorageWeakRef(bindings[0].original.untyped_storage()), storage.name)
             for number, blob in enumerate(self.layout.blobs)
             for storage, bindings in zip(blob.storages, self.collected.bindings[number])
         ]
-        self.collected = Collected(self.layout, [], self.collected.stays)
+        self.collected = Collected(self.layout, [], self.collected.roots, self.collected.stays)
         leaks = find_leaks(originals, name_holders=self.config.debug >= 1)
         moved = self.layout.moved_nbytes
         report = {
@@ -310,6 +326,7 @@ class DenseSetup:
         """Puts the original tensors back and gives everything back that was allocated."""
         if self.repointed is not None:
             for binding in (b for blob in self.collected.bindings for storage in blob for b in storage):
+                _point(binding.tensor, binding.original)
                 binding.assign(binding.tensor)
         # No copy may run into memory that is given back; the error of one was this setup's, which is given up.
         steps = [self.device.recover, *(owner.close for owner in (self.slots, self.store) if owner is not None)]
@@ -390,7 +407,7 @@ class DenseSetup:
         start = self.slots.data(number).data_ptr()
         for storage, bindings in zip(blob.storages, self.collected.bindings[number]):
             for spec, binding in zip(storage.views, bindings):
-                new, old = getattr(binding.module, binding.attribute), binding.tensor
+                new, old = getattr(binding.module, binding.attribute), binding.original
                 address = start + storage.offset + spec.offset * old.element_size()
                 if new.data_ptr() != address and new.numel():
                     raise VerificationError(f"{binding.name} does not lie at its place in slot {slot}")
@@ -420,14 +437,31 @@ def what_differs(reports: Sequence[dict[str, dict[str, str]]]) -> str:
     return ""
 
 
-def _stand_in(old: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
-    """`view` as the same kind of tensor as `old`, with its Python attributes."""
-    if isinstance(old, nn.Parameter):
-        new = torch.Tensor._make_subclass(type(old), view, old.requires_grad)
-    else:
-        new = view
-    new.__dict__.update(old.__dict__)
-    return new
+def _repointed(tensor: torch.Tensor, view: torch.Tensor, moving: set[int]) -> torch.Tensor:
+    """`tensor` itself over the bytes of `view`: its class, requires_grad and attributes stay, and whoever holds it
+    sees the new bytes. A plain view of a tensor that does not move keeps that alive, so another takes its place.
+
+    moving: ids of all tensors that are pointed into slots.
+    """
+    if tensor._is_view() and id(tensor._base) not in moving and not isinstance(tensor, nn.Parameter):
+        view.requires_grad_(tensor.requires_grad)
+        view.__dict__.update(tensor.__dict__)
+        return view
+    _point(tensor, view)
+    return tensor
+
+
+def _point(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Points `tensor` at the bytes of `values`.
+
+    A subclass may have a say in every call of torch, but not in where its bytes lie. A tensor made in inference mode
+    takes the bytes from one of its kind only.
+    """
+    with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(tensor.is_inference()):
+        if tensor.is_inference() and not values.is_inference():
+            place = (values.storage_offset(), values.shape, values.stride())
+            values = torch.empty(0, dtype=values.dtype, device=values.device).set_(values.untyped_storage(), *place)
+        tensor.data = values
 
 
 def _value_bytes(tensor: torch.Tensor) -> torch.Tensor:
