@@ -152,8 +152,15 @@ def test_the_token_is_a_text_or_a_file_and_no_message_shows_it(tmp_path):
     assert env.group_token({}) is None
     assert env.group_token({"DWDP_GROUP_TOKEN": "s3cret"}) == "s3cret"
     path = tmp_path / "token"
-    path.write_text("from-file\n")
-    assert env.group_token({"DWDP_GROUP_TOKEN": str(path)}) == "from-file"
+    path.write_text("from-s3cret\n")
+    path.chmod(0o600)
+    assert env.group_token({"DWDP_GROUP_TOKEN": str(path)}) == "from-s3cret"
+    for mode in (0o640, 0o604, 0o620):
+        path.chmod(mode)
+        with pytest.raises(ConfigError, match=f"DWDP_GROUP_TOKEN: .*{path} has mode {mode:04o}.*chmod 600") as refused:
+            env.group_token({"DWDP_GROUP_TOKEN": str(path)})
+        assert "from-s3cret" not in str(refused.value)
+    path.chmod(0o600)
     path.write_text("\n")
     for environ in (
         {"DWDP_GROUP_TOKEN": str(path)},

@@ -11,6 +11,7 @@ import difflib
 import logging
 import os
 import re
+import stat
 import sysconfig
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -285,7 +286,8 @@ def socket_dir(environ: Environ = None) -> str | None:
 def group_token(environ: Environ = None) -> str | None:
     """The group's secret, read from a file when the variable is a file's path; None when it is not set.
 
-    Raises ConfigError for a path without a readable, non-empty file; the message never shows the secret.
+    Raises ConfigError for a path without a readable, non-empty file that no other user can open; the message never
+    shows the secret.
     """
     found = setting("DWDP_GROUP_TOKEN", environ)
     if found is None:
@@ -305,12 +307,17 @@ def group_token(environ: Environ = None) -> str | None:
             )
         return text
     try:
+        mode = stat.S_IMODE(path.stat().st_mode)
+        if mode & 0o077:
+            raise ConfigError(
+                f"{found.variable}: the token file {text} has mode {mode:04o}, which lets other users at it: chmod 600"
+            )
         secret = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         reason = type(error).__name__
-        raise ConfigError(f"{found.variable}: the token file cannot be read: {reason}") from None
+        raise ConfigError(f"{found.variable}: the token file {text} cannot be read: {reason}") from None
     if not secret:
-        raise ConfigError(f"{found.variable}: the token file is empty")
+        raise ConfigError(f"{found.variable}: the token file {text} is empty")
     return secret
 
 
@@ -477,9 +484,8 @@ def set_default(name: str, text: str) -> None:
     os.environ.setdefault(name, text)
 
 
-# Read, and refused when malformed, but used by nothing yet: servers, KV caches, groups of several hosts, CUDA.
+# Read, and refused when malformed, but used by nothing yet: servers, KV caches, CUDA.
 WITHOUT_EFFECT = (
-    "DWDP_GROUP_TOKEN",
     "DWDP_SKIP_KV_CACHE_ESTIMATION",
     "DWDP_EXECUTOR_SHUTDOWN_DROP_INFLIGHT",
     "DWDP_SERVE_GRACEFUL_SHUTDOWN_TIMEOUT_S",

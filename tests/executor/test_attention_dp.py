@@ -16,11 +16,14 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+import torch.distributed as dist
 
 from dwdp import LLM, SamplingParams
 from dwdp.errors import DwdpError, GroupError, GroupTimeoutError, RankDiedError
 from dwdp.executor.messages import WorkItem
+from dwdp.group.backends import StoreGroup
 from dwdp.group.exchange import TensorExchange
+from dwdp.group.ranks import Host
 from dwdp.group.threads import run_rank_threads
 from dwdp.model.lockstep import LockstepExperts
 from tests.executor.checkpoints import write_tiny
@@ -42,6 +45,11 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     return write_tiny(tmp_path_factory.mktemp("tiny"), num_experts=7)
+
+
+def joined(group) -> TensorExchange:
+    group.join({})
+    return TensorExchange(group)
 
 
 def items(rank: int, *lengths: tuple[int, int], **params) -> list[WorkItem]:
@@ -130,8 +138,8 @@ def test_what_the_ranks_add_to_a_token_is_summed_in_rank_order_on_every_rank():
     values = [1e8, -1e8, 1.0]
 
     def body(group):
-        reports = group.join({})
-        with TensorExchange(group, [one["host"] for one in reports]) as exchange:
+        group.join({})
+        with TensorExchange(group) as exchange:
             experts = _Contributions(values[group.rank])
             step = LockstepExperts(exchange, [experts])
             for tokens in ([2, 0, 3], [1, 1, 1]):
@@ -148,7 +156,7 @@ def test_what_the_ranks_add_to_a_token_is_summed_in_rank_order_on_every_rank():
 
 def test_a_rank_in_another_step_or_with_other_tokens_than_it_announced_is_refused():
     def body(group):
-        with TensorExchange(group, [one["host"] for one in group.join({})]) as exchange:
+        with joined(group) as exchange:
             step = LockstepExperts(exchange, [])
             step.begin(1)
             with pytest.raises(GroupError, match="brings 2 tokens to a step that began with 1"):
@@ -161,19 +169,30 @@ def test_a_rank_in_another_step_or_with_other_tokens_than_it_announced_is_refuse
 
 
 def test_ranks_of_several_hosts_are_refused_by_name():
-    def body(group):
-        group.join({})
-        with pytest.raises(DwdpError, match="rank 0: here, rank 1: there"):
-            TensorExchange(group, ["here", "there"])
+    store, refused = dist.HashStore(), {}
 
-    run_rank_threads(2, body, timeout=20)
+    def run(rank):
+        host = Host(f"boot-{rank}", ("here", "there")[rank])
+        with StoreGroup(store, rank, 2, token="a secret of the test", host=host, timeout_seconds=20) as group:
+            group.join({})
+            with pytest.raises(DwdpError) as caught:
+                TensorExchange(group)
+            refused[rank] = str(caught.value)
+            group.barrier("refused")
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert len(refused) == 2 and all("host here (rank 0), host there (rank 1)" in text for text in refused.values())
 
 
 def test_a_rank_that_does_not_come_ends_the_wait_of_the_others_at_the_deadline():
     ended = threading.Event()
 
     def body(group):
-        with TensorExchange(group, [one["host"] for one in group.join({})]) as exchange:
+        with joined(group) as exchange:
             if group.rank == 1:
                 ended.wait(20)
                 return

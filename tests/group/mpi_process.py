@@ -1,8 +1,8 @@
 """Ranks under mpirun, for tests: `mpi_process.py MODE`. Each writes one JSON line a scenario to stdout.
 
 Modes: `protocol` (every scenario below, one after the other, on 4 ranks), `death` (the last of 3 ranks kills
-itself once all have joined), `early` (rank 1 of 2 ends before MPI_Init), `alone` (a process that no launcher
-started).
+itself once all have joined), `unjoined` (before it joins), `early` (rank 1 of 2 ends before MPI_Init), `alone` (a
+process that no launcher started).
 """
 
 import json
@@ -17,6 +17,7 @@ from dwdp.errors import DwdpError
 from dwdp.group.fds import close_fds
 from dwdp.group.mpi import DENSE_GROUP_TAG, MpiGroup, world_group
 from dwdp.group.mpi_world import mpi_world
+from dwdp.group.ranks import Host
 
 
 def say(rank: int, **what: object) -> None:
@@ -199,9 +200,25 @@ def two_groups(rank: int, world) -> dict:
     return {"seconds": seconds, "place": [group.rank, group.size], "all": b"".join(got).hex()}
 
 
+def hosts(rank: int, world) -> dict:
+    """Two fake hosts: join, vote, no descriptors; then with another token on rank 2."""
+    host = Host(f"boot-{rank // 2}", f"node-{rank // 2}")
+    with MpiGroup(timeout_seconds=20, host=host, token="secret") as group:
+        names = [report["host"] for report in group.join({})]
+        group.vote("fine", None)
+        found = outcome(group.exchange_fds, "handles", [], b"")
+        got = group.allgather("opaque", bytes([rank]) * 64)
+        group.barrier("end")
+    world.Barrier()
+    other = MpiGroup(timeout_seconds=20, host=host, token="other" if rank == 2 else "secret")
+    wrong = outcome(other.join, {})
+    other.close()
+    return {"names": names, "fds": found["text"], "got": [len(one) for one in got], "wrong": wrong["text"]}
+
+
 SCENARIOS = [
     gathers, votes, tags, skipped, differ, deadline, late, names, aborts, refuses, descriptors, leaves, two_groups,
-    dense,
+    hosts, dense,
 ]  # fmt: skip
 
 
@@ -220,6 +237,20 @@ def death(rank: int) -> None:
     say(rank, **found, at=at, dead=sorted(group.dead))
 
 
+def unjoined(rank: int) -> None:
+    """The last rank dies between its announcement and the join."""
+    group = MpiGroup(timeout_seconds=20)
+    group.announce()
+    if rank == group.size - 1:
+        time.sleep(0.3)
+        say(rank, killed=time.time())
+        os.kill(os.getpid(), signal.SIGKILL)
+    found = outcome(group.join, {})
+    at = time.time()
+    group.close()
+    say(rank, **found, at=at, dead=sorted(group.dead))
+
+
 def main(mode: str) -> None:
     if mode == "early":
         if os.environ["PMI_RANK"] == "1":
@@ -231,8 +262,8 @@ def main(mode: str) -> None:
         return
     world = mpi_world(30).MPI.COMM_WORLD
     rank = world.Get_rank()
-    if mode == "death":
-        death(rank)
+    if mode in ("death", "unjoined"):
+        {"death": death, "unjoined": unjoined}[mode](rank)
         return
     for scenario in SCENARIOS:
         world.Barrier()

@@ -1,7 +1,8 @@
 """Ranks as processes of their own, for tests: `rank_process.py SIZE PORT MODE` forks SIZE ranks.
 
 Each rank writes JSON lines with its number to stdout: {"joined": pid}, then the outcome. Modes: `serving`
-(the test serves the store at PORT; setup is marked done; all but the last rank go into a collective), `host`
+(the test serves the store at PORT; setup is marked done; all but the last rank go into a collective), `hosts`
+(the same with every two ranks on a host of their own), `host`
 (the same with the store served by rank 0, which does not come to the collective), `leave` (rank 0 serves, all
 leave by a barrier), `store` (only a store is served, by the one process).
 """
@@ -13,6 +14,7 @@ import time
 import traceback
 
 from dwdp.group.backends import StoreGroup, connect_store, host_store, open_store
+from dwdp.group.ranks import Host
 
 
 def say(rank: int, **what: object) -> None:
@@ -25,11 +27,15 @@ def run_rank(rank: int, size: int, port: int, mode: str) -> None:
         say(rank, joined=os.getpid())
         time.sleep(60)
         del kept
+    options = {}
+    if mode == "hosts":
+        options = {"host": Host(f"boot-{rank // 2}", f"node-{rank // 2}"), "token": "one secret"}
+        mode = "serving"
     if mode == "serving":
         store, host_rank = connect_store(port, timeout_seconds=20), None
     else:
         store, host_rank = open_store(rank, "127.0.0.1", port, timeout_seconds=20), 0
-    group = StoreGroup(store, rank, size, timeout_seconds=60, host_rank=host_rank)
+    group = StoreGroup(store, rank, size, timeout_seconds=60, host_rank=host_rank, **options)
     group.join({"config": "same"})
     if mode == "serving":
         group.mark_setup_done()

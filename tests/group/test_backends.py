@@ -1,66 +1,19 @@
 """Groups of processes over a TCPStore: deaths, a store that goes away, addresses."""
 
 import gc
-import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 
 import pytest
 
-from dwdp import env
-from dwdp.errors import GroupError, GroupTimeoutError
+from dwdp.errors import GroupError, GroupTimeoutError, RankDiedError
 from dwdp.group.backends import StoreGroup, connect_store, host_store
-
-SCRIPT = os.path.join(os.path.dirname(__file__), "rank_process.py")
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
-
-
-class Ranks:
-    """The ranks of `rank_process.py`, once all have joined."""
-
-    def __init__(self, size, port, mode):
-        environment = env.child_environment(OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="FATAL")
-        self.process = subprocess.Popen(
-            [sys.executable, SCRIPT, str(size), str(port), mode],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        self.lines, self.pids = [], {}
-        while len(self.pids) < size:
-            line = json.loads(self.process.stdout.readline() or self.process.stderr.read())
-            self.pids.setdefault(line["rank"], line.get("joined"))
-            self.lines += [] if "joined" in line else [line]
-
-    def end(self):
-        """-> (outcome by rank, stderr) once every rank has ended."""
-        # not communicate(): it would miss the lines that readline has buffered
-        out, err = self.process.stdout.read(), self.process.stderr.read()
-        self.process.wait(20)
-        outcomes = [*self.lines, *map(json.loads, out.splitlines())]
-        return {line["rank"]: line for line in outcomes if "joined" not in line}, err
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exc):
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait(20)
-        self.process.stdout.close()
-        self.process.stderr.close()
+from dwdp.group.posts import Deadline
+from dwdp.group.store_client import StoreClient
+from tests.support.groups import Ranks, free_port, listening
 
 
 def test_a_killed_rank_is_named_by_the_others_within_a_second_and_they_go_on():
@@ -97,7 +50,7 @@ def test_a_frozen_host_of_the_store_ends_no_wait_later_than_the_deadline_and_is_
         group = StoreGroup(connect_store(port), 1, 2, timeout_seconds=1.2, host_rank=0)
         os.kill(ranks.pids[0], signal.SIGSTOP)
         start = time.monotonic()
-        with pytest.raises(GroupTimeoutError, match="store, served by rank 0, did not answer within 1.2 s"):
+        with pytest.raises(GroupTimeoutError, match="store, served by rank 0, did not answer within 1.2 s in 'x'"):
             group.barrier("x")
         group.close()
         assert time.monotonic() - start < 5
@@ -120,25 +73,6 @@ def test_the_store_listens_on_the_given_address_only():
     client.set("k", b"v")
     assert store.get("k") == b"v"
     del client, store
-
-
-def listening():
-    """(address, port) of every listening TCP socket of this process, IPv6 too."""
-    inodes = set()
-    for fd in os.listdir("/proc/self/fd"):
-        try:
-            inodes.add(os.readlink(f"/proc/self/fd/{fd}").removeprefix("socket:[").removesuffix("]"))
-        except OSError:
-            continue
-    found = set()
-    for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
-        for line in open(f"/proc/self/net/{table}").readlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and fields[9] in inodes:
-                address, port = fields[1].split(":")
-                raw = b"".join(bytes.fromhex(address[i : i + 8])[::-1] for i in range(0, len(address), 8))
-                found.add((socket.inet_ntop(family, raw), int(port, 16)))
-    return found
 
 
 def test_a_store_that_nobody_serves_is_named_at_the_deadline_and_not_long_after(capfd):
@@ -189,3 +123,32 @@ def test_a_stranger_that_listens_and_never_answers_is_named_at_the_deadline():
         with pytest.raises(GroupTimeoutError, match=f"127.0.0.1:{port}: something else listens there"):
             connect_store(port, timeout_seconds=1.2)
         assert time.monotonic() - start < 4
+
+
+def test_a_host_of_the_store_that_dies_while_it_is_connected_to_is_named_at_once():
+    """Fails when `_listens` is not asked: the wait then lasts until the deadline."""
+    stranger = socket.socket()
+    stranger.bind(("127.0.0.1", 0))
+    stranger.listen()
+    port = stranger.getsockname()[1]
+    threading.Timer(0.6, stranger.close).start()
+    start = time.monotonic()
+    with pytest.raises(GroupError, match=f"rank 0, which served the group's store at 127.0.0.1:{port}, died or left"):
+        connect_store(port, timeout_seconds=20, served_by="rank 0")
+    assert time.monotonic() - start < 4
+
+
+def test_a_store_that_never_answers_ends_the_wait_once_its_host_is_known_to_be_dead():
+    """As when the host vanishes: its connection stays open, and the peers' sockets tell.
+
+    Fails when `_wait_for` does not ask `is_host_gone`."""
+    port, dead = free_port(), threading.Event()
+    with Ranks(1, port, "store") as ranks:
+        client = StoreClient(connect_store(port), 0, dead.is_set)
+        os.kill(ranks.pids[0], signal.SIGSTOP)
+        threading.Timer(0.3, dead.set).start()
+        start = time.monotonic()
+        with pytest.raises(RankDiedError, match="rank 0, which serves it, died or left"):
+            client.call("check", ["key"], deadline=Deadline(20, "x"))
+        assert time.monotonic() - start < 2
+        client.close()

@@ -124,6 +124,24 @@ def test_a_killed_rank_is_named_by_the_others_within_a_second_and_they_go_on_and
     assert done.returncode == 137  # of the killed one: the others left without an error, and without MPI_Finalize
 
 
+def test_a_rank_that_is_killed_before_it_joins_is_named_within_five_seconds():
+    """Fails without `_look_for_dead` in the polls: MPI itself never tells."""
+    lines, done = run(3, "unjoined", "-disable-auto-cleanup", before=SURVIVE)
+    killed = next(line["killed"] for line in lines if "killed" in line)
+    survivors = {line["rank"]: line for line in lines if "error" in line}
+    assert sorted(survivors) == [0, 1], done.stderr
+    for line in survivors.values():
+        assert line["error"] == "RankDiedError" and "rank 2 (pid" in line["text"] and "'join'" in line["text"]
+        assert line["at"] - killed < 5
+
+
+def test_ranks_on_two_hosts_join_over_mpi_with_one_token(protocol):
+    for got in protocol["hosts"]:
+        assert got["names"] == ["node-0", "node-0", "node-1", "node-1"] and got["got"] == [64] * 4
+        assert "span host node-0 (ranks 0, 1), host node-1 (ranks 2, 3)" in got["fds"]
+        assert got["wrong"].endswith("rank 2 has another group token (DWDP_GROUP_TOKEN) than the other ranks")
+
+
 def test_a_process_that_ends_before_mpi_starts_makes_the_others_fail_at_the_deadline():
     lines, done = run(2, "early")
     assert lines[0]["error"] == "GroupTimeoutError" and "MPI_Init did not return within 1 s" in lines[0]["text"]

@@ -229,6 +229,8 @@ def build_rank(
     if group is not None:
         stages.own_group("group", group)
     try:
+        if group is not None:
+            group.announce()
         return _build(settings, group, rank, progress or (lambda *_: None), copy_bytes_per_second, trace, stages)
     except BaseException as error:
         for group in stages.groups:
@@ -299,6 +301,7 @@ def _create_managers(settings, group, rank, options, stages: Stages):
             "dwdp_config": digest(config.model_dump(mode="json")),
             "model_config": digest(model_document),
             "dtype": settings.dtype,
+            "memory": "host",
             "device": "cpu",
             "device_uuid": None,
         }
@@ -376,7 +379,10 @@ def _decoder(model: str, vocab_size: int) -> Callable[[list[int]], str] | None:
 
 
 def _tell_peers(group, error: BaseException) -> None:
+    from dwdp.errors import RankDiedError
+    from dwdp.executor.messages import one_line
+
     try:
-        group.abort(one_line(error) or type(error).__name__)
+        group.abort(error if isinstance(error, RankDiedError) else one_line(error) or type(error).__name__)
     except Exception:
         logger.exception("telling the peers failed")

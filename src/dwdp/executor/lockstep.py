@@ -60,7 +60,7 @@ def join_instance(settings: RankSettings, group) -> tuple[TensorExchange, tuple[
     from dwdp.model.config import ModelConfig
 
     document = read_config(settings.model)
-    reports = group.join(
+    group.join(
         {
             "attention_dp": settings.ranks,
             "model_config": digest(document),
@@ -70,4 +70,4 @@ def join_instance(settings: RankSettings, group) -> tuple[TensorExchange, tuple[
         }
     )
     partition = ExpertPartition.balanced(settings.ranks, ModelConfig.from_dict(document).num_experts)
-    return TensorExchange(group, [report["host"] for report in reports]), partition.ranges[group.rank]
+    return TensorExchange(group), partition.ranges[group.rank]

@@ -5,21 +5,23 @@ from __future__ import annotations
 
 import datetime
 import logging
-import queue
-import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
 
 import msgspec
 import torch.distributed as dist
 
 from dwdp import env
-from dwdp.errors import GroupError, GroupTimeoutError, RankDiedError
-from dwdp.group.comm import PROGRESS_SECONDS, Abort, Deadline, Group, Post
+from dwdp.errors import GroupError, GroupTimeoutError
+from dwdp.group.collectives import PROGRESS_SECONDS
+from dwdp.group.comm import LOOK_SECONDS, Group
+from dwdp.group.place import Place
+from dwdp.group.posts import Abort, Deadline, Post
+from dwdp.group.ranks import Host
+from dwdp.group.store_client import HOST_LOOK_SECONDS, StoreClient
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +29,8 @@ FIRST_PAUSE_SECONDS = 0.0002
 LONGEST_PAUSE_SECONDS = 0.02
 LEAVE_SECONDS = 5.0
 """How long the rank that hosts the store waits at its close for the others to read their last answers."""
+ABORTED_LEAVE_SECONDS = 1.0
+"""The same when the group was aborted: who still waits reads why at once, and who is missing may never come."""
 
 # [Note: a dead rank's last message]
 # TCPStore sends a `set` without waiting for an answer, so a rank's last post may reach the store a moment
@@ -56,10 +60,14 @@ class StoreGroup(Group):
         name: str = "dwdp",
         timeout_seconds: float | None = None,
         socket_dir: str | None = None,
+        token: str | None = None,
+        host: Host | None = None,
         host_rank: int | None = None,
     ) -> None:
-        super().__init__(rank, size, name=name, timeout_seconds=timeout_seconds, socket_dir=socket_dir)
-        self._store = _StoreClient(store, host_rank)
+        super().__init__(
+            rank, size, name=name, timeout_seconds=timeout_seconds, socket_dir=socket_dir, token=token, host=host
+        )
+        self._store = StoreClient(store, host_rank, lambda: host_rank in self._gone)
         self._host_rank = host_rank
         self._posted: list[str] = []
 
@@ -71,6 +79,8 @@ class StoreGroup(Group):
             name=f"{self.name}-dense",
             timeout_seconds=self.timeout_seconds,
             socket_dir=self._socket_dir,
+            token=self._token,
+            host=self.host if self._host_given else None,
             host_rank=self._host_rank,
         )
 
@@ -98,7 +108,7 @@ class StoreGroup(Group):
         """-> the ranks whose keys are there: all of them, less those that are gone when `skip_gone`."""
         wanted = list(range(self.size))
         gone_since: dict[int, float] = {}
-        pause, next_progress = FIRST_PAUSE_SECONDS, PROGRESS_SECONDS
+        pause, next_progress, next_look = FIRST_PAUSE_SECONDS, PROGRESS_SECONDS, LOOK_SECONDS
         while not self._store.call("check", [keys[rank] for rank in wanted], deadline=deadline):
             self._raise_if_aborted(deadline)
             for rank in sorted(self._gone.intersection(wanted)):
@@ -110,6 +120,11 @@ class StoreGroup(Group):
                 if not skip_gone:
                     self._peers.raise_if_gone(rank, f"{post.tag!r} of group {self.name!r}")
                 wanted.remove(rank)
+            if not self._connected and deadline.elapsed > next_look:
+                next_look = deadline.elapsed + LOOK_SECONDS
+                if self._host_rank not in (None, self.rank, *self._places):
+                    self._find_place(self._host_rank, deadline)  # nobody could be asked when it is gone
+                self._look_for_dead(self._missing(keys, wanted, deadline), post, deadline)
             if deadline.passed:
                 if missing := self._missing(keys, wanted, deadline):  # else they came at the last moment
                     self._raise_timeout(missing, post, deadline)
@@ -128,7 +143,7 @@ class StoreGroup(Group):
     def _publish(self, abort: Abort) -> None:
         try:
             text = msgspec.json.encode(abort).decode()
-            self._store.call("compare_set", self._key(self._phase, "abort"), "", text, deadline=Deadline(1.0))
+            self._store.call("compare_set", self._key(self._phase, "abort"), "", text, deadline=Deadline(1.0, "abort"))
         except Exception as error:
             logger.warning("rank %d could not tell its group that it failed: %s", self.rank, error)
 
@@ -138,18 +153,31 @@ class StoreGroup(Group):
             return None
         return msgspec.json.decode(self._store.call("get", key, deadline=deadline), type=Abort)
 
-    def _claim_rank(self, deadline: Deadline) -> None:
+    def _announce(self, deadline: Deadline) -> None:
         if self._store.call("check", [self._key("done")], deadline=deadline):
-            raise GroupError(f"{self.info} came too late: the group {self.name!r} has finished its setup")
-        claim = {"host": self.info.host, "pid": self.info.pid, "token": secrets.token_hex(8)}
-        text = msgspec.json.encode(claim).decode()
+            self._refuse(f"{self.info} came too late: the group {self.name!r} has finished its setup")
+        text = msgspec.json.encode(self._place).decode()
         holder = self._store.call("compare_set", self._key("rank", self.rank), "", text, deadline=deadline)
         if holder.decode() != text:
-            other = msgspec.json.decode(holder)
-            raise GroupError(
-                f"{self.info} is refused: pid {other['pid']} on {other['host']} is rank {self.rank} of "
+            other = msgspec.json.decode(holder, type=Place)
+            self._refuse(
+                f"{self.info} is refused: pid {other.pid} on {other.host} is rank {self.rank} of "
                 f"the group {self.name!r} already"
             )
+
+    def _find_place(self, rank: int, deadline: Deadline) -> Place | None:
+        if rank in self._places:
+            return self._places[rank]
+        key = self._key("rank", rank)
+        if not self._store.call("check", [key], deadline=deadline):
+            return None
+        place = msgspec.json.decode(self._store.call("get", key, deadline=deadline), type=Place)
+        self._places[rank] = place
+        return place
+
+    def _own_address(self) -> str | None:
+        """The one by which this rank reaches the store: whoever shares the store can reach it too."""
+        return self._store.own_address() or super()._own_address()
 
     def _refuse_late_joiners(self, deadline: Deadline) -> None:
         self._store.call("set", self._key("done"), b"1", deadline=deadline)
@@ -159,7 +187,7 @@ class StoreGroup(Group):
             if self._host_rank is None or self._store.in_process:
                 pass
             elif self._host_rank != self.rank:
-                self._store.call("set", self._key("closed", self.rank), b"1", deadline=Deadline(1.0))
+                self._store.call("set", self._key("closed", self.rank), b"1", deadline=Deadline(1.0, "close"))
             else:
                 self._wait_for_the_others()
         except Exception as error:
@@ -170,83 +198,13 @@ class StoreGroup(Group):
 
     def _wait_for_the_others(self) -> None:
         """The store ends with this process; whoever joined may still have to read its last answer from it."""
-        deadline = Deadline(LEAVE_SECONDS)
+        deadline = Deadline(LEAVE_SECONDS if self._aborted is None else ABORTED_LEAVE_SECONDS, "close")
         for rank in range(self.size):
             joined = self._store.call("check", [self._key("rank", rank)], deadline=deadline)
             while joined and rank != self.rank and rank not in self._gone and not deadline.passed:
                 if self._store.call("check", [self._key("closed", rank)], deadline=deadline):
                     break
                 time.sleep(0.005)
-
-
-class _StoreClient:
-    """A torch store whose operations end by a deadline and whose errors name the store's host.
-
-    TCPStore's own calls have no deadline when the host is frozen, so they run in a thread. A HashStore has no
-    host and is called directly.
-    """
-
-    def __init__(self, store: dist.Store, host_rank: int | None) -> None:
-        self._store, self._host_rank = store, host_rank
-        while isinstance(store, dist.PrefixStore):
-            store = store.underlying_store
-        self.in_process = isinstance(store, dist.HashStore)
-        self._jobs: queue.SimpleQueue = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        if not self.in_process:
-            self._thread = threading.Thread(target=self._work, name="dwdp-store", daemon=True)
-            self._thread.start()
-
-    @property
-    def _host(self) -> str:
-        return "a process outside the group" if self._host_rank is None else f"rank {self._host_rank}"
-
-    def call(self, method: str, *args: Any, deadline: Deadline) -> Any:
-        """`store.method(*args)`. Raises GroupTimeoutError when the host does not answer by the deadline (at
-        least 1 s), RankDiedError (GroupError for a host outside the group) when it is gone."""
-        operation = getattr(self._store, method)
-        try:
-            if self._thread is None:
-                return operation(*args)
-            future: Future = Future()
-            self._jobs.put((operation, args, future))
-            return future.result(max(1.0, deadline.remaining))
-        except TimeoutError:
-            seconds = max(1.0, deadline.seconds)
-            raise GroupTimeoutError(
-                f"the group's store, served by {self._host}, did not answer within {seconds:g} s"
-            ) from None
-        except RuntimeError as error:
-            reason = str(error).partition("\n")[0]
-            text = f"the group's store is gone: {self._host}, which serves it, died or left ({reason})"
-            if self._host_rank is not None:
-                raise RankDiedError(self._host_rank, text) from error
-            raise GroupError(text) from error
-
-    def clone(self) -> dist.Store:
-        """A connection of its own to the same store: a call that waits on one does not hold up the other."""
-        return self._store.clone()
-
-    def get_all(self, keys: list[str], deadline: Deadline) -> list[bytes]:
-        if self._store.has_extended_api():
-            return self.call("multi_get", keys, deadline=deadline)
-        return [self.call("get", key, deadline=deadline) for key in keys]
-
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            operation, args, future = job
-            try:
-                future.set_result(operation(*args))
-            except BaseException as error:
-                future.set_exception(error)
-            del job, operation, args, future
-
-    def close(self) -> None:
-        if self._thread is not None:
-            self._jobs.put(None)
-            self._thread.join(1.0)  # a thread that waits for a frozen host ends with the process
-            self._thread = None
-            self._store = None
 
 
 def host_store(host: str = "127.0.0.1", port: int = 0) -> tuple[dist.TCPStore, int]:
@@ -347,14 +305,28 @@ def connect_store(
     # In a thread: TCPStore's greeting has no deadline, and whoever listens there may never answer it.
     threading.Thread(target=connect, name="dwdp-store-connect", daemon=True).start()
     text = f"{served_by} does not serve a store at {host}:{port}"
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            return future.result(min(HOST_LOOK_SECONDS, max(0.0, end - time.monotonic())))
+        except TimeoutError:
+            check()
+        except RuntimeError as error:
+            raise GroupTimeoutError(f"{text}: {str(error).partition(chr(10))[0]}") from error
+        if not _listens(host, port):
+            raise GroupError(f"{served_by}, which served the group's store at {host}:{port}, died or left")
+    raise GroupTimeoutError(f"{text}: something else listens there and did not answer within {seconds:g} s")
+
+
+def _listens(host: str, port: int) -> bool:
+    """False when the machine says that nobody does."""
     try:
-        return future.result(seconds)
-    except TimeoutError:
-        raise GroupTimeoutError(
-            f"{text}: something else listens there and did not answer within {seconds:g} s"
-        ) from None
-    except RuntimeError as error:
-        raise GroupTimeoutError(f"{text}: {str(error).partition(chr(10))[0]}") from error
+        socket.create_connection((host, port), timeout=HOST_LOOK_SECONDS).close()
+    except ConnectionRefusedError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def open_store(rank: int, host: str, port: int, *, timeout_seconds: float | None = None) -> dist.TCPStore:

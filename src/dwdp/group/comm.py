@@ -1,95 +1,48 @@
-"""Collectives of a group of ranks: gathering, votes, deadlines, aborts. Used in setup and teardown only.
+"""A group of ranks: joining, descriptors, deaths, leaving. Used in setup and teardown only.
 
-A back end (see backends.py) moves one message of every rank to every rank; everything else is here.
+Collectives are in collectives.py, what moves their messages in backends.py and mpi.py, connections in sockets.py.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
-import msgspec
-
 from dwdp import env
 from dwdp.errors import GroupError, GroupTimeoutError, RankDiedError
+from dwdp.group.collectives import Collectives
 from dwdp.group.fds import close_fds
-from dwdp.group.parent import check_socket_folder, make_private_folder, remove_private_folder
-from dwdp.group.ranks import RankInfo, compare_reports, join_problems, name_ranks
+from dwdp.group.joining import ONE_HOST, join_report, judge, other_tokens, spans_hosts
+from dwdp.group.place import GONE, Place, look_at
+from dwdp.group.posts import Abort, Deadline, Post
+from dwdp.group.ranks import Host, RankInfo, join_problems, name_hosts
 from dwdp.group.sockets import PeerSockets
 
 logger = logging.getLogger(__name__)
 
-PROTOCOL_VERSION = 1
-MAX_ERROR_CHARS = 4000
-PROGRESS_SECONDS = 30.0
-"""How often a rank that waits says for whom."""
-
-PER_RANK_KEYS = frozenset({"rank", "host", "pid", "device", "device_uuid"})
-"""Keys of a join's report in which ranks may differ."""
-
-
-class Deadline:
-    """`seconds` from now; also the text of how long that was."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self.start = time.monotonic()
-        self.at = self.start + seconds
-
-    @property
-    def passed(self) -> bool:
-        return time.monotonic() > self.at
-
-    @property
-    def elapsed(self) -> float:
-        return time.monotonic() - self.start
-
-    @property
-    def remaining(self) -> float:
-        return max(0.0, self.at - time.monotonic())
+CONNECT_SECONDS = 8.0
+"""How long the connections may take once every rank listens; milliseconds when the folder is shared, and
+ranks that do not share one are to fail within 10 s."""
+LAST_SOCKET_SECONDS = 0.5
+"""How long the kernel may take to close a killed process's sockets, one after the other."""
+LOOK_SECONDS = 0.25
+"""How often a rank that waits for others before they are connected looks whether they live."""
 
 
-class Post(msgspec.Struct, array_like=True, frozen=True):
-    """What one rank hands in to one collective. number and tag must be the same on every rank."""
-
-    number: int
-    tag: str
-    payload: bytes
-
-
-class Abort(msgspec.Struct, frozen=True):
-    """Why a group is unusable. rank: who failed or died, None when a process outside says so.
-
-    kind: `failed`, `mismatch`, `timeout` or `died`; it decides the exception that the others raise.
-    """
-
-    kind: str
-    rank: int | None
-    text: str
-
-    def error(self, group: str) -> GroupError:
-        if self.kind == "died":
-            return RankDiedError(self.rank, self.text)
-        if self.kind == "timeout":
-            return GroupTimeoutError(self.text)
-        if self.kind == "mismatch":
-            return GroupError(self.text)
-        who = "a process outside" if self.rank is None else f"rank {self.rank}"
-        return GroupError(f"{who} aborted the group {group!r}: {self.text}")
-
-
-class Group(ABC):
+class Group(Collectives):
     """An ordered set of ranks. Context manager: an exception inside aborts the group; `close()` is
     idempotent.
 
     timeout_seconds: the deadline of each collective (None: DWDP_RENDEZVOUS_TIMEOUT_S). socket_dir: an
-    existing or new folder of mode 0700 for the peers' sockets (None: DWDP_SOCKET_DIR, else a private
-    temporary one).
+    existing or new folder of mode 0700 for the peers' sockets (None: DWDP_SOCKET_DIR, else each rank makes a
+    private temporary one). token: the group's secret (None: DWDP_GROUP_TOKEN), needed when the ranks span hosts.
+    host: where this rank is taken to be (None: on this machine), for tests.
 
     Collectives are called by every rank in the same order, from one thread at a time. They raise
     GroupTimeoutError naming the missing ranks and the tag, RankDiedError for a rank that died, GroupError for
@@ -105,18 +58,22 @@ class Group(ABC):
         name: str = "dwdp",
         timeout_seconds: float | None = None,
         socket_dir: str | None = None,
+        token: str | None = None,
+        host: Host | None = None,
     ) -> None:
-        self.info = RankInfo.here(rank, size)
-        self.rank, self.size, self.name = rank, size, name
-        self.timeout_seconds = env.rendezvous_timeout_seconds() if timeout_seconds is None else timeout_seconds
+        super().__init__(rank, size, name, timeout_seconds)
+        self.host, self._host_given = host or Host.here(), host is not None
+        self.info = RankInfo(rank, size, self.host.name, os.getpid())
         self._socket_dir = env.socket_dir() if socket_dir is None else socket_dir
-        self._busy = threading.Lock()
-        self._phase = "setup"
-        self._number = 0
-        self._aborted: Abort | None = None
-        self._folder: str | None = None
-        self._joined = self._closed = False
+        self._token = env.group_token() if token is None else token
+        self._joined = self._connected = False
         self._peers: PeerSockets | None = None
+        self._place: Place | None = None
+        self._places: dict[int, Place] = {}
+        """What is known so far about where other ranks are."""
+        self._hosts: list[Host] = []
+        self._suspects: set[int] = set()
+        self._next_look = 0.0
         self._callback_lock = threading.Lock()
         self._callbacks: list[Callable[[int], None]] = []
         self._announced: list[int] = []
@@ -124,31 +81,17 @@ class Group(ABC):
     # -- what a back end gives
 
     @abstractmethod
-    def _collect(self, post: Post, deadline: Deadline, skip_gone: bool) -> list[Post | None]:
-        """Hands in `post` and waits for everybody's; None for a rank that is skipped because it is gone."""
+    def _announce(self, deadline: Deadline) -> None:
+        """Publishes `self._place`. Raises GroupError, through `_refuse`, when this rank is taken or the group's setup
+        is done."""
 
     @abstractmethod
-    def _publish(self, abort: Abort) -> None:
-        """Tells every rank; an abort that came earlier stays. Errors are logged, not raised; bounded by 1
-        s."""
+    def _find_place(self, rank: int, deadline: Deadline) -> Place | None:
+        """What another rank has announced so far. Before the connections are made only."""
 
-    @abstractmethod
-    def _find_abort(self, deadline: Deadline) -> Abort | None:
-        """The abort that some rank published, if any."""
-
-    @abstractmethod
-    def _claim_rank(self, deadline: Deadline) -> None:
-        """Raises GroupError when this rank is taken or the group's setup is done."""
-
-    def _make_folder(self) -> str:
-        """A private folder for the peers' sockets, removed by `_remove_folder`. Called on rank 0 only."""
-        self._folder = make_private_folder()
-        return self._folder
-
-    def _remove_folder(self) -> None:
-        if self._folder is not None:
-            remove_private_folder(self._folder)
-            self._folder = None
+    def _own_address(self) -> str | None:
+        """The address on which ranks of other hosts reach this one, None where there is none."""
+        return "127.0.0.1" if self._host_given else None
 
     @abstractmethod
     def _refuse_late_joiners(self, deadline: Deadline) -> None: ...
@@ -165,7 +108,7 @@ class Group(ABC):
     def _release(self) -> None:
         """The end of `close`. Must not raise."""
 
-    # -- collectives
+    # -- who is there
 
     @property
     def dead(self) -> set[int]:
@@ -176,205 +119,129 @@ class Group(ABC):
     def _gone(self) -> set[int]:
         return set() if self._peers is None else self._peers.dead | self._peers.left
 
-    def allgather(self, tag: str, payload: bytes) -> list[bytes]:
-        """Every rank's payload, in rank order. A few MB each are fine."""
-        return [post.payload for post in self._run(tag, payload)]
-
-    def allgather_object(self, tag: str, obj: Any) -> list[Any]:
-        """`allgather` of anything that msgpack holds (tuples come back as lists)."""
-        try:
-            payload = msgspec.msgpack.encode(obj)
-        except Exception as error:
-            self.abort(f"{_describe(error)} in {tag!r}")
-            raise
-        return [msgspec.msgpack.decode(payload) for payload in self.allgather(tag, payload)]
-
-    def barrier(self, tag: str, *, timeout_seconds: float | None = None, skip_dead: bool = False) -> None:
-        """Waits until every rank is here. skip_dead: not for those that died or closed the group."""
-        self._run(tag, b"", timeout_seconds=timeout_seconds, skip_gone=skip_dead)
-
-    def vote(self, phase: str, error: BaseException | None) -> None:
-        """Every rank hands in its own error or None; if any failed, all raise. See `vote_with`."""
-        self.vote_with(phase, error)
-
-    def vote_with(self, phase: str, error: BaseException | None, payload: Any = None) -> list[Any]:
-        """A vote that carries data: every rank's payload when no rank failed; ignored from one that did.
-
-        A rank that failed raises its own error, the others a GroupError (a RuntimeError) naming every rank
-        that failed, the phase and the text. If the vote itself fails, a rank that had failed raises its own
-        error with the vote's as context.
-        """
-        packed = b"\xc0"  # msgpack's nil
-        if error is None:
-            try:
-                packed = msgspec.msgpack.encode(payload)
-            except Exception as unencodable:
-                error = unencodable
-        ballot = {"error": error and _describe(error), "payload": msgspec.Raw(packed)}
-        try:
-            ballots = self.allgather_object(f"vote: {phase}", ballot)
-        except BaseException:
-            if error is not None:
-                raise error  # noqa: B904 - the vote's own failure becomes its context
-            raise
-        if error is not None:
-            raise error
-        failures = [
-            f"rank {rank} failed in phase {phase!r}: {ballot['error']}"
-            for rank, ballot in enumerate(ballots)
-            if ballot["error"] is not None
-        ]
-        if failures:
-            raise GroupError(join_problems(failures))
-        return [ballot["payload"] for ballot in ballots]
-
-    def _run(
-        self, tag: str, payload: bytes, *, timeout_seconds: float | None = None, skip_gone: bool = False
-    ) -> list[Post]:
-        if not self._busy.acquire(blocking=False):
-            raise GroupError(f"{tag!r} of group {self.name!r} was called while another collective runs")
-        try:
-            self._check_usable(tag)
-            deadline = Deadline(self.timeout_seconds if timeout_seconds is None else timeout_seconds)
-            post = Post(self._number, tag, payload)
-            self._number += 1
-            posts = self._collect(post, deadline, skip_gone)
-            self._check_tags(post, posts)
-            return posts
-        except GroupError:
-            raise
-        except BaseException as error:
-            # KeyboardInterrupt too: the peers would wait for this rank until their deadline.
-            self.abort(f"{_describe(error)} in {tag!r}")
-            raise
-        finally:
-            self._busy.release()
-
-    def _check_usable(self, tag: str) -> None:
-        if self._closed:
-            raise GroupError(f"{tag!r}: rank {self.rank} has closed the group {self.name!r}")
-        if self._aborted is not None:
-            raise self._aborted.error(self.name)
-
-    def _check_tags(self, own: Post, posts: Sequence[Post | None]) -> None:
-        found = {(post.number, post.tag) for post in posts if post is not None}
-        if len(found) < 2:
-            return
-        by_rank = ", ".join(f"rank {rank} in {post.tag!r}" for rank, post in enumerate(posts) if post is not None)
-        text = f"the ranks of group {self.name!r} are in different collectives (number {own.number}): {by_rank}"
-        self._fail(Abort("mismatch", self.rank, text))
-
-    def _raise_timeout(self, missing: Sequence[int], post: Post, deadline: Deadline) -> None:
-        text = (
-            f"{name_ranks(missing)} of {self.size} did not come to {post.tag!r} of group {self.name!r} "
-            f"within {deadline.seconds:g} s (collective {post.number} of {self._phase}; the deadline is "
-            "DWDP_RENDEZVOUS_TIMEOUT_S)"
-        )
-        self._fail(Abort("timeout", self.rank, text))
-
-    def _log_waiting(self, missing: Sequence[int], post: Post, deadline: Deadline) -> None:
-        logger.info(
-            "group %s: rank %d has waited %.0f of %.0f s in %r for %s",
-            self.name,
-            self.rank,
-            deadline.elapsed,
-            deadline.seconds,
-            post.tag,
-            name_ranks(missing),
-        )
-
-    def _fail(self, abort: Abort) -> None:
-        self._set_aborted(abort)
-        raise abort.error(self.name)
-
-    def _set_aborted(self, abort: Abort) -> None:
-        if self._aborted is None:
-            self._aborted = abort
-            self._publish(abort)
-
-    def check_alive(self) -> None:
-        """Raises what keeps the group from going on: an abort that a rank published, or the death of one."""
-        self._raise_if_aborted(Deadline(1.0))
-        for rank in sorted(self.dead):
-            raise RankDiedError(rank, f"rank {rank} of the group {self.name!r} died")
-
-    def abort(self, reason: str) -> None:
-        """Makes the group unusable: peers that wait in a collective, now or later, raise naming this rank.
-
-        Idempotent; never raises. The group still has to be closed.
-        """
-        if not self._closed:
-            self._set_aborted(Abort("failed", self.rank, reason))
+    @property
+    def several_hosts(self) -> str:
+        """Names of the hosts that the joined ranks span, for a message; empty when they are on one."""
+        return name_hosts(self._hosts) if spans_hosts(self._hosts) else ""
 
     # -- joining
+
+    def announce(self) -> None:
+        """Opens this rank's sockets and publishes where they are; the first act of `join`, idempotent.
+
+        Whoever builds something before it joins calls this first: from here on the other ranks name this one
+        within a second or two when its process dies before the group is complete. Raises as `join` does.
+        """
+        if self._place is not None:
+            return
+        self._check_usable("announce")
+        peers = PeerSockets(self.rank, self.size, self.name, self.host, self._socket_dir, self._notify_death)
+        try:
+            self._place = peers.listener.open(self._own_address() if self.size > 1 else None)
+            self._peers = peers
+            self._announce(Deadline(self.timeout_seconds, "announce"))
+        except BaseException as error:
+            if self._peers is None:
+                peers.close()
+            self.abort(error)
+            raise
+
+    def _refuse(self, text: str) -> None:
+        """This process is no rank of the group, and does not disturb it."""
+        self._aborted = Abort("mismatch", self.rank, text)
+        raise GroupError(text)
 
     def join(self, info: dict[str, Any]) -> list[dict[str, Any]]:
         """The first collective: compares what the ranks report and connects their sockets. -> every rank's
         report.
 
-        info: protocol-level facts such as digests of the configs. Keys other than rank, host, pid, device and
-        device_uuid must have the same value everywhere; each report comes back with rank, size, host, pid and
-        protocol added. Two ranks with one `device_uuid` (not None) are refused unless info says
-        allow_shared_device. Raises GroupError naming the ranks, keys and values that differ; ConfigError for
-        a socket folder that cannot be used.
+        info: protocol-level facts such as digests of the configs. Keys other than rank, host, pid, device,
+        device_uuid and has_token must have the same value everywhere; each report comes back with rank, size,
+        host, pid, has_token and protocol added. `memory`: "host" refuses ranks that span hosts. Two ranks with one
+        `device_uuid` (not None) are refused unless info says allow_shared_device. Raises GroupError naming the
+        ranks, keys and values that differ, those with another group token, or the hosts; ConfigError for a socket
+        folder that cannot be used.
         """
         if self._joined:
             raise GroupError(f"rank {self.rank} has joined the group {self.name!r} before")
+        self.announce()
         self._check_usable("join")
-        deadline = Deadline(self.timeout_seconds)
-        self._claim_rank(deadline)
         self._joined = True
-        report = info | {
-            "protocol": PROTOCOL_VERSION,
-            "rank": self.rank,
-            "size": self.size,
-            "host": self.info.host,
-            "pid": self.info.pid,
-        }
+        report = join_report(info, self._place, self.size, has_token=bool(self._token))
         reports = self.allgather_object("join", report)
-        problems = compare_reports(reports, ignore=PER_RANK_KEYS) or _shared_devices(reports)
+        problems, places = judge(reports)
         if problems:
             text = f"the ranks of group {self.name!r} do not fit together: {join_problems(problems)}"
             self._fail(Abort("mismatch", self.rank, text))
-        if self.size > 1:
-            self._connect_peers()
+        self._places = dict(enumerate(places))
+        self._hosts = [place.on for place in places]
+        self._connect_peers(places)
+        for report in reports:
+            del report["place"]
         return reports
 
-    def _connect_peers(self) -> None:
-        folder, error = self._socket_dir, None
-        if self.rank == 0 and folder is None:
-            try:
-                folder = self._make_folder()
-            except OSError as failure:
-                error = failure
+    def _connect_peers(self, places: list[Place]) -> None:
+        what, refused = "connecting to peers", []
+        # less than the vote's: whoever is through must not name those that still wait for the rank that is missing
+        seconds = min(CONNECT_SECONDS, 0.8 * self.timeout_seconds)
         try:
-            folders = self.vote_with("socket folder", error, folder)
-            # A rank's own setting comes first: containers may mount one folder at different places.
-            folder = self._socket_dir or folders[0]
-            self._peers = PeerSockets(self.rank, self.size, self.name, self._notify_death)
-            name, error = None, None
-            try:
-                check_socket_folder(folder, create=self._socket_dir is not None)
-                name = self._peers.listen(folder)
-            except (OSError, ValueError) as failure:
-                error = self._cause_of(failure)
-            names = self.vote_with("listening for peers", error, name)
-            error = None
-            try:
-                self._peers.connect(folder, names, lambda: self._raise_if_aborted(Deadline(1.0)))
-            except BaseException as failure:
-                error = self._cause_of(failure)
-            self.vote("connecting to peers", error)
-            self._peers.stop_listening()
-        finally:
-            self._remove_folder()
+            refused = sorted(
+                self._peers.connect(
+                    places, self._token, seconds, what, lambda: self._raise_if_aborted(Deadline(1.0, what))
+                )
+            )
+        except BaseException as failure:
+            # Without connections there is no group to go on with: the others need not wait for a vote.
+            error = self._cause_of(failure)
+            if isinstance(error, RankDiedError):
+                self._note_death(error.rank)
+            if error is not failure:
+                raise error from failure
+            if isinstance(error, GroupTimeoutError):
+                self._set_aborted(Abort("timeout", self.rank, str(error)))
+            self.abort(error)
+            raise
+        text = other_tokens(self.vote_with(what, None, refused))
+        if text is not None:
+            self._fail(Abort("mismatch", self.rank, f"the group {self.name!r} cannot be made: {text}"))
+        self._connected = True
+        self._peers.stop_listening()
 
-    def _raise_if_aborted(self, deadline: Deadline) -> None:
-        abort = self._find_abort(deadline)
-        if abort is not None:
-            # Not published again: it is there already.
-            self._aborted = self._aborted or abort
-            raise abort.error(self.name)
+    def _note_death(self, rank: int) -> None:
+        """Of a rank whose death something else than its sockets has told, such as the end of its store."""
+        place = self._places.get(rank)
+        if place is None or rank in self.dead or self._connected:
+            return
+        end = time.monotonic() + LAST_SOCKET_SECONDS
+        while (gone := look_at(place, self.host, self._socket_dir) == GONE) is False and time.monotonic() < end:
+            time.sleep(0.02)
+        if gone:
+            self._peers.lose(place)
+
+    def _look_for_dead(self, missing: Sequence[int], post: Post, deadline: Deadline) -> None:
+        """Raises RankDiedError for one of `missing` that announced itself and is gone, before there are connections
+        that tell. Whoever calls this often is slowed down here.
+
+        A rank must be gone and its post missing twice: see [Note: a dead rank's last message].
+        """
+        if self._connected or self._place is None or time.monotonic() < self._next_look:
+            return
+        self._next_look = time.monotonic() + LOOK_SECONDS
+        gone = set()
+        for rank in missing:
+            place = self._find_place(rank, deadline)
+            if place is not None and look_at(place, self.host, self._socket_dir) == GONE:
+                gone.add(rank)
+                if rank in self._suspects:
+                    # one that failed said so before it closed its sockets
+                    self._raise_if_aborted(deadline)
+                    self._peers.lose(place)
+                    text = (
+                        f"rank {rank} (pid {place.pid} on {place.host}) died before the group {self.name!r} was "
+                        f"complete; rank {self.rank} needed it in {post.tag!r}"
+                    )
+                    self._fail(Abort("died", rank, text))
+        self._suspects = gone
 
     def _cause_of(self, failure: BaseException) -> BaseException:
         """The abort behind a failure of sockets, where there is one: who aborted leaves, and takes the folder along.
@@ -383,7 +250,7 @@ class Group(ABC):
         """
         if isinstance(failure, (GroupError, OSError)):
             try:
-                self._raise_if_aborted(Deadline(1.0))
+                self._raise_if_aborted(Deadline(1.0, "abort"))
             except GroupError as abort:
                 return abort
         return failure
@@ -409,6 +276,12 @@ class Group(ABC):
 
     # -- descriptors
 
+    def check_alive(self) -> None:
+        """Raises what keeps the group from going on: an abort that a rank published, or the death of one."""
+        self._raise_if_aborted(Deadline(1.0, "check"))
+        for rank in sorted(self.dead):
+            raise RankDiedError(rank, f"rank {rank} of the group {self.name!r} died")
+
     def exchange_fds(self, tag: str, fds: Sequence[int], payload: bytes) -> list[tuple[bytes, list[int]]]:
         """Every rank gives all its descriptors and a payload to every other: (payload, descriptors) per rank.
 
@@ -416,22 +289,30 @@ class Group(ABC):
         caller owns. The given ones must stay open until this returns. Any rank's failure raises on all, as a
         vote does, and leaves nothing open.
         """
-        if self.size > 1 and self._peers is None:
+        if self.size > 1 and not self._connected:
             raise GroupError(f"{tag!r}: rank {self.rank} has not joined the group {self.name!r}")
+        if self.several_hosts:
+            raise GroupError(
+                f"{tag!r}: the ranks of group {self.name!r} span {self.several_hosts}, and descriptors cannot "
+                f"cross hosts: {ONE_HOST}"
+            )
         heads = self.allgather_object(tag, {"count": len(fds), "payload": bytes(payload)})
         if self.size == 1:
             return [(heads[0]["payload"], [])]
         received: list[list[int]] = []
         error = None
-        deadline = Deadline(self.timeout_seconds)
+        deadline = Deadline(self.timeout_seconds, tag)
         try:
             received = self._peers.exchange(
                 fds,
                 [head["count"] for head in heads],
                 repr(tag),
                 deadline=deadline.at,
-                check=lambda: self._raise_if_aborted(Deadline(1.0)),
+                check=lambda: self._raise_if_aborted(Deadline(1.0, tag)),
             )
+        except GroupTimeoutError as late:
+            # as of every collective: no second deadline for the vote
+            self._fail(Abort("timeout", self.rank, str(late)))
         except BaseException as failure:
             error = self._cause_of(failure)
         try:
@@ -453,12 +334,14 @@ class Group(ABC):
         self.barrier("setup done")
         self._phase = "serving"
         self._number = 0
-        self._refuse_late_joiners(Deadline(self.timeout_seconds))
+        self._refuse_late_joiners(Deadline(self.timeout_seconds, "setup done"))
 
     def close(self) -> None:
         """Leaves the group: the peers see a clean end, not a death. Idempotent; errors are logged."""
         if self._closed:
             return
+        if self._place is not None and not self._connected and self._aborted is None:
+            self.abort("it closed the group before all ranks were connected")
         self._closed = True
         try:
             if self._peers is not None:
@@ -478,24 +361,5 @@ class Group(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            self.abort(_describe(error))
+            self.abort(error)
         self.close()
-
-
-def _describe(error: BaseException) -> str:
-    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    return text if len(text) <= MAX_ERROR_CHARS else text[:MAX_ERROR_CHARS] + "..."
-
-
-def _shared_devices(reports: Sequence[dict[str, Any]]) -> list[str]:
-    if all(report.get("allow_shared_device") for report in reports):
-        return []
-    ranks: dict[str, list[int]] = {}
-    for rank, report in enumerate(reports):
-        if report.get("device_uuid") is not None:
-            ranks.setdefault(report["device_uuid"], []).append(rank)
-    return [
-        f"ranks {', '.join(map(str, sharing))} are on one device, {uuid}; give each its own or set allow_shared_device"
-        for uuid, sharing in ranks.items()
-        if len(sharing) > 1
-    ]

@@ -38,11 +38,10 @@ class TensorExchange:
     these the exchange is broken and can only be closed.
     """
 
-    def __init__(self, group: Group, hosts: Sequence[str]) -> None:
-        """hosts: of every rank, from the group's join. Collective. DwdpError when they are more than one."""
-        if len(set(hosts)) > 1:
-            listed = ", ".join(f"rank {rank}: {host}" for rank, host in enumerate(hosts))
-            raise DwdpError(f"attention_dp steps ranks of one host only, and these are on several ({listed})")
+    def __init__(self, group: Group) -> None:
+        """Collective. DwdpError when the ranks are on several hosts."""
+        if group.several_hosts:
+            raise DwdpError(f"attention_dp steps ranks of one host only, and these span {group.several_hosts}")
         self.group, self.broken, self.closed = group, False, False
         store, self._served = group.exchange_store()
         self._gloo = self._connect(store)

@@ -15,6 +15,7 @@ one left behind is known for what it is; a rank that was not in it fails at its 
 from __future__ import annotations
 
 import logging
+import socket
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -23,8 +24,13 @@ from typing import Any
 import msgspec
 
 from dwdp.errors import ConfigError, GroupError
-from dwdp.group.comm import PROGRESS_SECONDS, Abort, Deadline, Group, Post
+from dwdp.group.collectives import PROGRESS_SECONDS
+from dwdp.group.comm import Group
+from dwdp.group.joining import spans_hosts
 from dwdp.group.mpi_world import WITHOUT_MPI, mpi_world
+from dwdp.group.place import Place
+from dwdp.group.posts import Abort, Deadline, Post
+from dwdp.group.ranks import Host
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +52,8 @@ CREATE_SECONDS = 10.0
 class Call(msgspec.Struct, array_like=True, frozen=True):
     """A message on the parent communicator: see [Note: before a communicator is made].
 
-    kind: `here`, `ready` or `gone`. ranks: of the group, as numbers of the parent. abort: why it is gone.
+    kind: `here`, `ready` or `gone`. ranks: of the group, as numbers of the parent. abort: why it is gone. place:
+    what the rank has announced, if it has.
     """
 
     kind: str
@@ -54,6 +61,7 @@ class Call(msgspec.Struct, array_like=True, frozen=True):
     group: str
     ranks: list[int]
     abort: Abort | None = None
+    place: Place | None = None
 
 
 class Posted(msgspec.Struct, tag=1, array_like=True, frozen=True):
@@ -128,6 +136,8 @@ class MpiGroup(Group):
         tag: int = GROUP_TAG,
         timeout_seconds: float | None = None,
         socket_dir: str | None = None,
+        token: str | None = None,
+        host: Host | None = None,
     ) -> None:
         self._mpi = mpi_world(timeout_seconds)
         self._parent = self._mpi.MPI.COMM_WORLD if parent is None else parent
@@ -135,7 +145,10 @@ class MpiGroup(Group):
         if self._parent.Get_rank() not in self._ranks:
             raise ValueError(f"rank {self._parent.Get_rank()} of the communicator is not among the ranks {self._ranks}")
         rank = self._ranks.index(self._parent.Get_rank())
-        super().__init__(rank, len(self._ranks), name=name, timeout_seconds=timeout_seconds, socket_dir=socket_dir)
+        super().__init__(
+            rank, len(self._ranks), name=name, timeout_seconds=timeout_seconds, socket_dir=socket_dir, token=token,
+            host=host,
+        )  # fmt: skip
         self._tag = tag
         self._mpi.used(self._parent)
         self._attempt = self._mpi.next_attempt(self._parent, tag, self._ranks)
@@ -171,9 +184,10 @@ class MpiGroup(Group):
 
     def _exchange(self, kind: str, deadline: Deadline) -> dict[int, Call]:
         """Tells every other rank `kind` and waits until it has said the same; -> what each has said."""
-        self._tell(Call(kind, self._attempt, self.name, self._ranks))
+        self._tell(Call(kind, self._attempt, self.name, self._ranks, place=self._place))
         calls: dict[int, Call] = {}
-        patience = _Patience(self, Post(0, f"making the communicator, tag {self._tag:#x}", b""), deadline)
+        post = Post(0, f"making the communicator, tag {self._tag:#x}", b"")
+        patience = _Patience(self, post, deadline)
         while True:
             for rank in self._others:
                 call = None if rank in calls else self._hear(rank)
@@ -183,9 +197,12 @@ class MpiGroup(Group):
                     self._aborted = call.abort
                     raise call.abort.error(self.name)
                 calls[rank] = call
+                if call.place is not None:
+                    self._places[rank] = call.place
             missing = [rank for rank in self._others if rank not in calls]
             if not missing:
                 return calls
+            self._look_for_dead(missing, post, deadline)
             patience.wait(missing)
 
     def _tell(self, call: Call) -> None:
@@ -244,6 +261,7 @@ class MpiGroup(Group):
                 if not skip_gone:
                     self._peers.raise_if_gone(rank, f"{post.tag!r} of group {self.name!r}")
                 wanted.discard(rank)
+            self._look_for_dead(sorted(wanted), post, deadline)
             patience.wait(sorted(wanted | self._unsent()))
 
     def _send(self, message: Posted | Aborted) -> list[tuple[int, Any]]:
@@ -289,7 +307,7 @@ class MpiGroup(Group):
                 self._tell(Call("gone", self._attempt, self.name, self._ranks, abort))
                 return
             # Any thread may abort: these are not among the sends that a collective looks after.
-            sends, deadline = [send for _, send in self._send(Aborted(self._phase, abort))], Deadline(1.0)
+            sends, deadline = [send for _, send in self._send(Aborted(self._phase, abort))], Deadline(1.0, "abort")
             while (sends := [send for send in sends if not self._mpi.is_done(send)]) and not deadline.passed:
                 time.sleep(0.001)
             self._mpi.keep(sends)
@@ -306,6 +324,8 @@ class MpiGroup(Group):
             tag=DENSE_GROUP_TAG,
             timeout_seconds=self.timeout_seconds,
             socket_dir=self._socket_dir,
+            token=self._token,
+            host=self.host if self._host_given else None,
         )
 
     def exchange_store(self) -> tuple[Any, Any]:
@@ -326,12 +346,18 @@ class MpiGroup(Group):
 
     # -- joining and leaving
 
-    def _claim_rank(self, deadline: Deadline) -> None:
+    def _announce(self, deadline: Deadline) -> None:
         """MPI gave the rank to this process alone; a process that is not of the group cannot join it later."""
         try:
             self._form(deadline)
         except self._mpi.MPI.Exception as error:
             raise GroupError(f"MPI failed while the group {self.name!r} was made: {error}") from error
+        if self._place.address is None and spans_hosts([place.on for place in [self._place, *self._places.values()]]):
+            # by the name of its host, as MPI itself finds the others
+            self._place = self._peers.listener.open_tcp(socket.gethostname())
+
+    def _find_place(self, rank: int, deadline: Deadline) -> Place | None:
+        return self._places.get(rank)
 
     def _refuse_late_joiners(self, deadline: Deadline) -> None:
         """The communicator's ranks are fixed."""
@@ -342,7 +368,7 @@ class MpiGroup(Group):
                 if self._aborted is None:
                     self._publish(Abort("failed", self.rank, "closed before the group was made"))
                 return
-            deadline = Deadline(1.0)
+            deadline = Deadline(1.0, "abort")
             while self._unsent() and not deadline.passed:
                 time.sleep(0.001)
             # The communicator is not freed: MPI would give its number to a later one, where messages that nobody

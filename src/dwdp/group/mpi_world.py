@@ -22,7 +22,7 @@ from typing import Any
 
 from dwdp import env
 from dwdp.errors import ConfigError, GroupError, GroupTimeoutError
-from dwdp.group.comm import Deadline
+from dwdp.group.posts import Deadline
 
 logger = logging.getLogger(__name__)
 

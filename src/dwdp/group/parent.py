@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 PARENT_GONE_EXIT_CODE = 70
 MAX_SOCKET_PATH_BYTES = 107
+PRIVATE_FOLDER_PREFIX = "dwdp-"
 
 
 @contextmanager
@@ -51,7 +52,7 @@ _private_folders: set[str] = set()
 def make_private_folder(inside: str | None = None) -> str:
     """A new folder of mode 0700 for sockets, in `inside` or where TMPDIR says. Raises ConfigError."""
     try:
-        folder = tempfile.mkdtemp(prefix="dwdp-", dir=inside)
+        folder = tempfile.mkdtemp(prefix=PRIVATE_FOLDER_PREFIX, dir=inside)
     except OSError as error:
         raise ConfigError(f"no folder for sockets can be made (TMPDIR): {error.strerror or error}") from error
     _private_folders.add(folder)

@@ -14,6 +14,27 @@ MAX_PROBLEMS = 8
 MAX_VALUE_CHARS = 120
 
 
+BOOT_ID_FILE = "/proc/sys/kernel/random/boot_id"
+
+
+@dataclass(frozen=True)
+class Host:
+    """A machine. id: its kernel's boot id, which all of its containers see alike; name: for messages only, since
+    every container has its own."""
+
+    id: str
+    name: str
+
+    @classmethod
+    def here(cls) -> Host:
+        name = socket.gethostname()
+        try:
+            with open(BOOT_ID_FILE, encoding="ascii") as file:
+                return cls(file.read().strip() or name, name)
+        except OSError:
+            return cls(name, name)
+
+
 @dataclass(frozen=True)
 class RankInfo:
     """One rank of a group: its number, the group's size, and the process that holds it."""
@@ -30,7 +51,7 @@ class RankInfo:
     @classmethod
     def here(cls, rank: int, size: int) -> RankInfo:
         """This process as `rank` of `size`. Raises ValueError when rank is outside 0..size-1."""
-        return cls(rank, size, socket.gethostname(), os.getpid())
+        return cls(rank, size, Host.here().name, os.getpid())
 
     def __str__(self) -> str:
         return f"rank {self.rank} (pid {self.pid} on {self.host})"
@@ -40,6 +61,14 @@ def name_ranks(ranks: Iterable[int]) -> str:
     """'rank 2', or 'ranks 1, 3'."""
     ordered = sorted(ranks)
     return f"rank{'' if len(ordered) == 1 else 's'} {', '.join(map(str, ordered))}"
+
+
+def name_hosts(hosts: Sequence[Host]) -> str:
+    """'host a (ranks 0, 1), host b (rank 2)' for the host of every rank; a host has the name its lowest rank gives."""
+    ranks: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        ranks.setdefault(host.id, []).append(rank)
+    return ", ".join(f"host {hosts[on[0]].name} ({name_ranks(on)})" for on in ranks.values())
 
 
 def compare_reports(reports: Sequence[Mapping[str, object] | None], *, ignore: Collection[str] = ()) -> list[str]:
