@@ -66,10 +66,10 @@ def test_failing_page_releases_the_pages_before_it_once_and_raises_its_own_error
         kept.allocate(1, "kept")
         released, create, close_fd = [], domain.create, domain.calls.close_fd
 
-        def failing_create(nbytes, what):
+        def failing_create(nbytes, what, **options):
             if domain.live()["handles"] == 1 + fail_at:
                 raise Boom("page")
-            return create(nbytes, what)
+            return create(nbytes, what, **options)
 
         def failing_close(fd):
             released.append(fd)
@@ -90,10 +90,10 @@ def test_interrupt_while_allocating_releases_too():
     with HostDomain(0, granule_bytes=4096) as domain:
         create = domain.create
 
-        def interrupted(nbytes, what):
+        def interrupted(nbytes, what, **options):
             if domain.live()["handles"] == 2:
                 raise KeyboardInterrupt
-            return create(nbytes, what)
+            return create(nbytes, what, **options)
 
         domain.create = interrupted
         with pytest.raises(KeyboardInterrupt):

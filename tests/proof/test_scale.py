@@ -240,7 +240,7 @@ def test_a_budget_of_1024_is_refused_before_the_first_handle_on_every_rank(budge
         ):
             model, created = build_model(group.rank, partition, LAYERS, base), []
             create = domain.create
-            domain.create = lambda *args: (created.append(args), create(*args))[1]
+            domain.create = lambda *args, **options: (created.append(args), create(*args, **options))[1]
             with pytest.raises(MemoryBudgetError, match=numbers) as caught:
                 setup_experts(
                     model, group=group, domain=domain, device=device, partition=partition, num_slots=2,

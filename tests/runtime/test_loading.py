@@ -220,7 +220,7 @@ def test_budgets_are_checked_before_the_first_handle(budget, limit):
     def body(group, domain, device):
         getattr(domain, budget).limit = limit
         create, created = domain.create, []
-        domain.create = lambda *args: (created.append(args), create(*args))[1]
+        domain.create = lambda *args, **options: (created.append(args), create(*args, **options))[1]
         with pytest.raises(MemoryBudgetError):
             loaded_tables(reference, partition, group.rank, domain)
         assert created == [] and domain.live() == NOTHING

@@ -354,10 +354,10 @@ def test_an_expert_failure_behind_the_dense_commit_marks_the_model_unusable_and_
         if rank.group.rank == 1:
             real = rank.domain.create
 
-            def create(nbytes, what):
+            def create(nbytes, what, **options):
                 if what.startswith("experts-3"):
                     raise OSError("no memory for experts")
-                return real(nbytes, what)
+                return real(nbytes, what, **options)
 
             rank.domain.create = create
         with pytest.raises((OSError, RuntimeError), match="no memory for experts") as caught:

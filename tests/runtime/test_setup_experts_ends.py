@@ -129,12 +129,12 @@ def test_a_page_of_the_second_slot_that_fails_gives_everything_back_and_is_the_e
         model = build_model(reference, partition, group.rank)
         before, create, pages = snapshot(model), domain.create, []
 
-        def failing(nbytes, what):
+        def failing(nbytes, what, **options):
             if what == "ring-1" and group.rank == 0:
                 pages.append(nbytes)
                 if len(pages) == 1 + page % needed:
                     raise error
-            return create(nbytes, what)
+            return create(nbytes, what, **options)
 
         domain.create = failing
         with pytest.raises(Exception) as caught:
@@ -325,7 +325,7 @@ def test_128_layers_on_8_ranks_over_the_limit_are_refused_with_both_numbers_befo
     def body(group, domain, device):
         model, _ = deep_model(partition, group.rank)
         before, create, made = snapshot(model), domain.create, []
-        domain.create = lambda *args: (made.append(args), create(*args))[1]
+        domain.create = lambda *args, **options: (made.append(args), create(*args, **options))[1]
         with pytest.raises(MemoryBudgetError) as caught:
             setup_on(model, group, domain, device, partition)
         assert made == [] and domain.live() == NOTHING and unchanged(model, before)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 
 from dwdp.config.schema import DenseConfig
@@ -19,20 +20,36 @@ def config(**changes):
     return DenseConfig(**({"enabled": True, "min_bytes": 1} | changes))
 
 
+@contextlib.contextmanager
+def host_parts(group, **device_options):
+    with HostDomain(group.rank, granule_bytes=4096) as domain, HostDevice(**device_options) as device:
+        yield domain, device
+
+
 def dense_ranks(
-    n, body, *, settings=None, prepare=None, num_layers=3, build=None, device_options=None, verify_every=0, width=24
+    n,
+    body,
+    *,
+    settings=None,
+    prepare=None,
+    num_layers=3,
+    build=None,
+    device_options=None,
+    verify_every=0,
+    width=24,
+    parts=None,
 ):
     """Runs body(rank) on n rank threads; `rank` has group, domain, device, manager, model, counters and setup().
 
     settings: rank -> DenseConfig; build: makes another model than the toy decoder; prepare(rank number, model)
-    changes a model before set-up.
-    device_options: of HostDevice. Afterwards everything is given back, and nothing may be live.
+    changes a model before set-up. device_options: of HostDevice. parts: group -> context manager of another domain
+    and device. Afterwards everything is given back, and nothing may be live.
     """
 
     def run(group):
         group.join({})
         settings_of = settings or (lambda rank: config())
-        with HostDomain(group.rank, granule_bytes=4096) as domain, HostDevice(**(device_options or {})) as device:
+        with (parts or host_parts)(group, **(device_options or {})) as (domain, device):
             manager = DenseDwdpManager(settings_of(group.rank))
             manager.register()
             rank = SimpleNamespace(group=group, domain=domain, device=device, manager=manager, counters=Counters())

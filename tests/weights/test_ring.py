@@ -63,10 +63,10 @@ def test_a_page_that_fails_gives_every_page_back_once_and_its_error_is_raised(do
     released, made = [], []
     create, release = domain.create, domain.release
 
-    def failing(nbytes, what):
+    def failing(nbytes, what, **options):
         if len(made) == fails_at:
             raise MemoryDomainError("no page left")
-        made.append(create(nbytes, what))
+        made.append(create(nbytes, what, **options))
         return made[-1]
 
     monkeypatch.setattr(domain, "create", failing)

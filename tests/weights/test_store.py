@@ -45,9 +45,9 @@ def test_rows_of_all_ranks_make_up_every_blob_with_one_handle_and_with_several(c
     for store in stores:
         for peer in stores:
             if peer is not store:
-                store.import_rows(peer.rank, [os.dup(fd) for fd in peer.descriptors()])
+                store.import_rows(peer.rank, [os.dup(fd) for fd in peer.exports()])
     for store in stores:
-        store.close_descriptors()
+        store.close_exports()
     for store in stores:
         for number in range(len(found.layout.blobs)):
             rows = torch.cat([store.row(rank, number) for rank in range(3)])
@@ -79,10 +79,10 @@ def test_peers_rows_cannot_be_written():
     with HostDomain(0, granule_bytes=4096) as mine, HostDomain(1, granule_bytes=4096) as other:
         with RowStore(other, found.layout, 1) as store, RowStore(mine, found.layout, 0) as reader:
             store.allocate()
-            handle = mine.import_handle(os.dup(store.descriptors()[0]), store.nbytes)
+            handle = mine.import_handle(os.dup(store.exports()[0]), store.nbytes)
             with pytest.raises(MemoryDomainError, match="read-only"):
                 mine.map(mine.reserve(store.nbytes), 0, handle, writable=True)
-            reader.import_rows(1, [os.dup(store.descriptors()[0])])
+            reader.import_rows(1, [os.dup(store.exports()[0])])
             maps = open("/proc/self/maps").read()
             line = next(x for x in maps.splitlines() if x.startswith(f"{reader.address(1, 0):x}-"))
             assert line.split()[1] == "r--s" and "memfd:dwdp-dense-store0-1" in line
@@ -121,7 +121,7 @@ def test_a_failure_partway_through_the_import_leaves_nothing(failing_chunk):
     with HostDomain(0, granule_bytes=4096) as mine, HostDomain(1, granule_bytes=4096) as other:
         with RowStore(other, found.layout, 1, chunk_bytes=1) as store:
             store.allocate()
-            descriptors = [os.dup(fd) for fd in store.descriptors()]
+            descriptors = [os.dup(fd) for fd in store.exports()]
             wrong = os.memfd_create("short")
             os.close(descriptors[failing_chunk])
             descriptors[failing_chunk] = wrong

@@ -56,8 +56,8 @@ def test_at_most_one_table_more_than_at_rest_is_in_memory(two, monkeypatch):
     del tables
     peaks, make = [], transport.domain.create
 
-    def create(nbytes, what):
-        handle = make(nbytes, what)
+    def create(nbytes, what, **options):
+        handle = make(nbytes, what, **options)
         originals = [t for layer in model.moe_layers() for t in layer.expert_tables().values()]
         outside = sum(t.untyped_storage().nbytes() for t in originals if not transport.domain.holds(t))
         rows = sum(t.spec.row_nbytes * 4 for t in transport.tables if t.handle is not None)

@@ -53,12 +53,15 @@ class Paper:
 
     # what a domain offers
 
-    def create(self, nbytes: int, what: str) -> PaperHandle:
+    def create(self, nbytes: int, what: str, *, exportable: bool = True) -> PaperHandle:
         assert nbytes > 0 and nbytes % self.granularity == 0, (what, nbytes)
         handle = PaperHandle(self.rank, what, nbytes, [None] * nbytes, next(self._numbers))
         self.world[handle.fd] = handle
         self.handles.append(handle)
         return handle
+
+    def export(self, handle: PaperHandle) -> int:
+        return handle.fd
 
     def import_handle(self, fd: int, nbytes: int) -> PaperHandle:
         theirs = self.world[fd]

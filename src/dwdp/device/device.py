@@ -58,7 +58,11 @@ class Device(Protocol):
         layer: int | None = None,
         nbytes: int = 0,
     ) -> None:
-        """Run `fn` in stream order; None only traces the op. kind: copy or read."""
+        """Run `fn` in stream order; None only traces the op. kind: copy or read.
+
+        On CUDA `fn` only enqueues work: a prepared submission has `submit(stream)` and is given the driver's stream,
+        anything else is called with `stream` as torch's current one.
+        """
 
     def mark(self, name: str, layer: int | None = None) -> None:
         """Put a point of the host's program into the trace."""

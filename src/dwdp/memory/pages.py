@@ -99,7 +99,7 @@ class PagePool:
         made = []
         try:
             for _ in range(num_pages):
-                made.append(self._domain.create(self._domain.page_bytes, what))
+                made.append(self._domain.create(self._domain.page_bytes, what, exportable=False))
         except BaseException:
             for page in made:
                 self._domain.release(page)

@@ -1,4 +1,4 @@
-"""Handles, ranges and mappings of the host domain: plain records, changed by the domain only."""
+"""Handles, ranges and mappings of a memory domain: plain records, changed by the domain only."""
 
 from __future__ import annotations
 
@@ -8,21 +8,24 @@ import os
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dwdp.errors import MemoryDomainError
 
 if TYPE_CHECKING:
-    from dwdp.memory.host import HostDomain
+    from dwdp.memory.domain import MemoryDomain
 
 PROBES_PER_CALL = 512  # below IOV_MAX (1,024) and the smallest pipe (4,096 bytes)
 
 
 @dataclass(eq=False)
 class Handle:
-    """Memory that maps whole. `fd` is None once its descriptor is closed; mappings outlive that."""
+    """Memory that maps whole. `fd` is None while it has no open descriptor; mappings outlive that.
 
-    domain: HostDomain = field(repr=False)
+    raw, handle_type: the driver's handle and how it was made or imported, on CUDA only.
+    """
+
+    domain: MemoryDomain = field(repr=False)
     what: str
     nbytes: int
     fd: int | None
@@ -31,6 +34,9 @@ class Handle:
     sealed: bool = False
     num_mappings: int = 0
     num_writable: int = 0  # of the mappings
+    exportable: bool = True
+    raw: Any = None
+    handle_type: str | None = None
 
     def close_fd(self) -> Exception | None:
         """Close the descriptor and keep the mappings. Idempotent; a failure is logged and returned."""
@@ -64,7 +70,7 @@ class Mapping:
 class Range:
     """Reserved addresses; holes in it cannot be accessed. `mappings` is sorted by offset."""
 
-    domain: HostDomain = field(repr=False)
+    domain: MemoryDomain = field(repr=False)
     address: int
     nbytes: int
     freed: bool = False

@@ -25,8 +25,8 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from dwdp.errors import DwdpError, GroupError, GroupTimeoutError, RankDiedError, VerificationError
-from dwdp.group.fds import close_fds
 from dwdp.group.ranks import compare_reports, join_problems
+from dwdp.memory.exchange import Exported, close_exported, exchange_handles
 from dwdp.partition.collect import Collected, collect
 from dwdp.partition.layout import Blob, DenseLayout, first_difference, original_checksums
 from dwdp.runtime.dense_schedule import slot_name
@@ -224,40 +224,40 @@ class DenseSetup:
                 "declare more memory"
             )
 
-    def _p2_write_rows(self) -> dict[int, list[int]]:
-        """Returns the descriptors of each peer's handles; this rank owns them."""
-        error, _ = _attempt(self._write_rows)
-        sent = [] if error else self.store.descriptors()
+    def _p2_write_rows(self) -> dict[int, list[Exported]]:
+        """Returns each peer's exported handles; this rank owns them."""
+        error, sent = _attempt(self._write_rows)
         payload = msgspec.msgpack.encode(_text(error))
-        received = _collective(error, self.group.exchange_fds, "dense P2", sent, payload)
-        peers = {rank: list(fds) for rank, (_, fds) in enumerate(received) if rank != self.group.rank}
+        received = _collective(error, exchange_handles, self.group, self.domain, "dense P2", sent or [], payload)
+        peers = {rank: list(handles) for rank, (_, handles) in enumerate(received) if rank != self.group.rank}
         try:
             texts = [msgspec.msgpack.decode(payload) for payload, _ in received]
             self._verdict("dense P2", error, texts)
         except BaseException:
-            for descriptors in peers.values():
-                close_fds(descriptors)
+            for exported in peers.values():
+                close_exported(exported)
             raise
         return peers
 
-    def _write_rows(self) -> None:
+    def _write_rows(self) -> list[Exported]:
         self.store = self._row_store()
         self.store.allocate()
         self.slots = MappedSlots(self.store) if self.store.mapped else DenseSlots(self.domain, self.layout)
         self.slots.allocate()
         for number in range(len(self.layout.blobs)):
             self.store.write_row(number, self._originals(number))
+        return self.store.exports()
 
-    def _p3_map_peers(self, peers: dict[int, list[int]]) -> None:
+    def _p3_map_peers(self, peers: dict[int, list[Exported]]) -> None:
         error, _ = _attempt(self._map_peers, peers)
-        for descriptors in peers.values():
-            close_fds(descriptors)  # what was not taken over
+        for exported in peers.values():
+            close_exported(exported)  # what was not taken over
         self.group.vote("dense P3", error)
-        self.store.close_descriptors()  # every peer has mapped them
+        self.store.close_exports()  # every peer has mapped them
 
-    def _map_peers(self, peers: dict[int, list[int]]) -> None:
-        for rank, descriptors in peers.items():
-            self.store.import_rows(rank, descriptors)
+    def _map_peers(self, peers: dict[int, list[Exported]]) -> None:
+        for rank, exported in peers.items():
+            self.store.import_rows(rank, exported)
         self.plans = gather_plans(self.layout, self.store, self.slots, self.transfer)
 
     def _p4_verify(self) -> None:

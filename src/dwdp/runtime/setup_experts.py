@@ -30,8 +30,8 @@ import msgspec
 import torch
 
 from dwdp.errors import DwdpError, GroupError, VerificationError
-from dwdp.group.fds import close_fds
 from dwdp.group.ranks import compare_reports, join_problems
+from dwdp.memory.exchange import Exported, close_exported, exchange_handles
 from dwdp.partition.experts import ExpertPartition
 from dwdp.runtime.counters import Counters
 from dwdp.runtime.experts import ExpertRuntime, detach_module
@@ -166,7 +166,7 @@ class _Setup:
         self.transport: ExpertTransport | None = self.loaded and self.loaded.transport
         self.ring: PrefetchRing | None = None
         self.runtime: ExpertRuntime | None = None
-        self.received: dict[int, list[int]] = {}
+        self.received: dict[int, list[Exported]] = {}
         self.device_bytes: int | None = options["host_memory_bytes"]
 
     def alone(self) -> ExpertRuntime:
@@ -208,16 +208,16 @@ class _Setup:
 
     def _handles(self) -> None:
         self._attempt(self._move)
-        fds, infos = ([], []) if self.error is not None else self.transport.exports()
+        exported, infos = self._attempt(lambda: self.transport.exports()) or ([], [])
         text = None if self.error is None else f"{type(self.error).__name__}: {self.error}"
         payload = msgspec.msgpack.encode(HandlesMessage(text, self.digest, infos))
         try:
-            answers = self.group.exchange_fds("expert handles", fds, payload)
+            answers = exchange_handles(self.group, self.domain, "expert handles", exported, payload)
         except Exception:
             if self.error is not None:
                 raise self.error  # noqa: B904 - its context is the collective's error
             raise
-        self.received = {peer: list(fds) for peer, (_, fds) in enumerate(answers) if peer != self.rank}
+        self.received = {peer: list(sent) for peer, (_, sent) in enumerate(answers) if peer != self.rank}
         messages = [msgspec.msgpack.decode(payload, type=HandlesMessage) for payload, _ in answers]
         self._judge_messages(messages)
 
@@ -397,8 +397,8 @@ class _Setup:
     def _roll_back(self, error: BaseException, *, rebinding: bool) -> None:
         """Gives everything back; the model is as it was, or marked unusable. Never raises over `error`."""
         self.full = self.prepared_small = None
-        for fds in self.received.values():
-            close_fds(fds)
+        for exported in self.received.values():
+            close_exported(exported)
         self.received = {}
         restored = self.options["restorable"] and not rebinding
         if self.ring is not None:

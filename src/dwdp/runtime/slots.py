@@ -71,7 +71,7 @@ class DenseSlots:
             largest = self.layout.largest(segment)
             for i in range(count if largest else 0):
                 nbytes = round_up(largest, granularity)
-                handle = self.domain.create(nbytes, f"dense-{segment}{i}")
+                handle = self.domain.create(nbytes, f"dense-{segment}{i}", exportable=False)
                 self._handles.append(handle)
                 area = self.domain.reserve(nbytes)
                 self._ranges.append(area)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dwdp.errors import DwdpError
+from dwdp.memory.exchange import Exported
 from dwdp.partition.experts import handle_geometry
 from dwdp.partition.layout import DenseLayout
 from dwdp.weights.plan import CompositeGeometry, composite_geometry, round_up
@@ -134,22 +135,22 @@ class RowStore:
             if first < last:
                 row[first - start : last - start].copy_(data[first - spec.offset : last - spec.offset])
 
-    def descriptors(self) -> list[int]:
-        """Descriptors of this rank's handles, to be sent to the peers."""
-        return [handle.fd for handle in self.handles]
+    def exports(self) -> list[Exported]:
+        """This rank's handles, exported, to be sent to the peers."""
+        return [self.domain.export(handle) for handle in self.handles]
 
-    def import_rows(self, rank: int, descriptors: list[int]) -> None:
-        """Maps the rows of a peer read-only. The list is emptied as descriptors are taken over."""
+    def import_rows(self, rank: int, exported: list[Exported]) -> None:
+        """Maps the rows of a peer read-only. The list is emptied as handles are taken over."""
         chunks = self.chunks[rank]
-        if len(descriptors) != len(chunks):
-            raise DwdpError(f"rank {rank} sent {len(descriptors)} handles for its dense rows, {len(chunks)} expected")
+        if len(exported) != len(chunks):
+            raise DwdpError(f"rank {rank} sent {len(exported)} handles for its dense rows, {len(chunks)} expected")
         for i, chunk in enumerate(chunks):
-            handle = self.domain.import_handle(descriptors.pop(0), chunk.nbytes)
+            handle = self.domain.import_handle(exported.pop(0), chunk.nbytes)
             self.imported.append(handle)
             self._map(rank, i, handle, 0, chunk.nbytes, writable=False)
             handle.close_fd()  # the mapping stays
 
-    def close_descriptors(self) -> None:
+    def close_exports(self) -> None:
         """Closes this rank's own descriptors, once every peer has mapped them."""
         for handle in self.handles:
             handle.close_fd()

@@ -12,7 +12,6 @@ sealed: own rows once, before any peer can map them, and the edge bytes beside t
 from __future__ import annotations
 
 import logging
-import os
 import weakref
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +20,7 @@ import msgspec
 import torch
 
 from dwdp.errors import MemoryDomainError
+from dwdp.memory.exchange import Exported, close_exported
 from dwdp.partition.experts import ExpertPartition, HandleGeometry, handle_geometry
 from dwdp.weights.plan import CompositeGeometry, TableAddresses, TableSpec, composite_geometry, edge_slices
 from dwdp.weights.verify import row_checksums
@@ -180,8 +180,8 @@ class ExpertTransport:
 
     # Exchanging.
 
-    def exports(self) -> tuple[list[int], list[HandleInfo]]:
-        """The descriptors of all own handles and what they are, in one order on every rank."""
+    def exports(self) -> tuple[list[Exported], list[HandleInfo]]:
+        """All own handles, exported, and what they are, in one order on every rank."""
         infos = [
             HandleInfo(
                 table.spec.layer, table.spec.name, self.rank, table.geometry.handle.nbytes,
@@ -189,7 +189,7 @@ class ExpertTransport:
             )
             for table in self.tables
         ]  # fmt: skip
-        return [table.handle.fd for table in self.tables], infos
+        return [self.domain.export(table.handle) for table in self.tables], infos
 
     def close_exports(self) -> None:
         """Closes the exported descriptors; only after every importer has mapped."""
@@ -201,25 +201,25 @@ class ExpertTransport:
         """Geometry of the handle of `peer`, from its own range."""
         return handle_geometry(table.spec.row_nbytes, *self.partition.ranges[peer], self.domain.granularity)
 
-    def map_peers(self, received: dict[int, list[int]]) -> None:
-        """Maps every handle of every peer whole and read-only. Owns the descriptors, also when it fails.
+    def map_peers(self, received: dict[int, list[Exported]]) -> None:
+        """Maps every handle of every peer whole and read-only. Owns what it is given, also when it fails.
 
-        received: peer -> its descriptors in the order of `exports`; `infos` must be set.
+        received: peer -> its exported handles in the order of `exports`; `infos` must be set.
         """
-        left = {peer: list(fds) for peer, fds in received.items()}
+        left = {peer: list(exported) for peer, exported in received.items()}
         try:
             for peer in self.peers:
                 self._map_peer(peer, left[peer])
         except BaseException:
-            for fd in [fd for fds in left.values() for fd in fds]:
-                os.close(fd)
+            for exported in left.values():
+                close_exported(exported)
             raise
 
-    def _map_peer(self, peer: int, fds: list[int]) -> None:
+    def _map_peer(self, peer: int, exported: list[Exported]) -> None:
         infos = self.infos[peer]
-        if len(fds) != len(self.tables) or len(infos) != len(self.tables):
+        if len(exported) != len(self.tables) or len(infos) != len(self.tables):
             raise MemoryDomainError(
-                f"rank {peer} sent {len(fds)} descriptors and {len(infos)} descriptions for {len(self.tables)} handles"
+                f"rank {peer} sent {len(exported)} handles and {len(infos)} descriptions for {len(self.tables)} tables"
             )
         sizes = []
         for table, info in zip(self.tables, infos):
@@ -236,7 +236,7 @@ class ExpertTransport:
         self.peer_areas.append(area)
         offset = 0
         for index, nbytes in enumerate(sizes):
-            handle = self.domain.import_handle(fds.pop(0), nbytes)
+            handle = self.domain.import_handle(exported.pop(0), nbytes)
             self._imported.append(handle)
             mapping = self.domain.map(area, offset, handle, writable=False)
             handle.close_fd()  # the mapping keeps the memory

@@ -1,0 +1,132 @@
+"""The checksum of rows in device memory, see [Note: the checksum] in checksum.py."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from dwdp.device.nvrtc import Compiler, DeviceTable, Kernels, Launch, compile_cubin
+from dwdp.memory.driver import Driver
+from dwdp.weights.checksum import FACTOR, LENGTH
+
+THREADS = 256
+BYTES_PER_CTA = 1 << 20
+MAX_PARTS = 64
+
+OPTIONS = (f"-DFACTOR={FACTOR}ull", f"-DLENGTH={LENGTH}ull")
+SOURCE = r"""
+typedef unsigned long long u64;
+typedef unsigned int u32;
+struct Row { u64 address, nbytes; };
+
+__device__ __forceinline__ u64 weight(u64 i) { return 1 + 2 * FACTOR * i; }
+
+__device__ __forceinline__ u64 quad(uint4 v, u64 i) {
+    return v.x * weight(i) + v.y * weight(i + 1) + v.z * weight(i + 2) + v.w * weight(i + 3);
+}
+
+// CTAs row * parts ... row * parts + parts - 1 add up one row.
+extern "C" __global__ void __launch_bounds__(256)
+row_checksums(const Row* rows, int num_rows, u64* sums, int parts) {
+    const int index = blockIdx.x / parts, part = blockIdx.x % parts;
+    const Row row = rows[index];
+    const u64 first = (u64)part * blockDim.x + threadIdx.x, step = (u64)parts * blockDim.x;
+    const u64 words = row.nbytes / 4;
+    const unsigned char* bytes = (const unsigned char*)row.address;
+    u64 sum = 0, at = 0;
+    if (row.address % 16 == 0) {
+        const uint4* quads = (const uint4*)row.address;
+        const u64 count = words / 4;
+        u64 q = first;
+        for (; q + 3 * step < count; q += 4 * step) {
+            uint4 v[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) v[j] = __ldcs(quads + q + j * step);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) sum += quad(v[j], 4 * (q + j * step));
+        }
+        for (; q < count; q += step) sum += quad(__ldcs(quads + q), 4 * q);
+        at = 4 * count;
+    }
+    for (u64 i = at + first; i < words; i += step) {
+        const unsigned char* p = bytes + 4 * i;
+        const u32 word = row.address % 4 == 0 ? *(const u32*)p
+            : (u32)p[0] | (u32)p[1] << 8 | (u32)p[2] << 16 | (u32)p[3] << 24;
+        sum += word * weight(i);
+    }
+    if (first == 0) {
+        u32 word = 0;
+        for (u64 i = 4 * words; i < row.nbytes; ++i) word |= (u32)bytes[i] << (8 * (i & 3));
+        sum += word * weight(words) + row.nbytes * LENGTH;
+    }
+    for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_down_sync(0xffffffffu, sum, offset);
+    __shared__ u64 warps[8];
+    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = sum;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        u64 total = 0;
+        for (int w = 0; w < 8; ++w) total += warps[w];
+        atomicAdd(sums + index, total);
+    }
+}
+"""
+
+
+class ChecksumKernel:
+    """The compiled kernel of one device; `close()` unloads it, idempotent."""
+
+    def __init__(self, driver: Driver, device_index: int, *, compiler: Compiler = compile_cubin) -> None:
+        self.driver = driver
+        self._kernels = Kernels(driver, device_index, SOURCE, OPTIONS, compiler=compiler)
+        self.function = self._kernels.function("row_checksums")
+
+    def close(self) -> None:
+        self._kernels.close()
+
+
+class DeviceChecksums:
+    """The checksums of many rows, prepared: `submit(stream)` computes them, `read()` fetches the last ones.
+
+    rows: (address, nbytes) each, in device memory that this device may read.
+    """
+
+    def __init__(self, kernel: ChecksumKernel, rows: Sequence[tuple[int, int]]) -> None:
+        driver = self._driver = kernel.driver
+        self._sums = np.zeros(len(rows), dtype=np.uint64)
+        self._launch: Launch | None = None
+        self._tables: list[DeviceTable] = []
+        try:
+            table = np.array(rows, dtype=np.int64).reshape(-1, 2)
+            self._tables = [DeviceTable(driver, table)]
+            self._tables.append(DeviceTable(driver, self._sums))
+            if len(rows):
+                largest = int(table[:, 1].max())
+                parts = min(MAX_PARTS, max(1, largest // BYTES_PER_CTA))
+                addresses = [ctypes.c_void_p(t.address) for t in self._tables]
+                arguments = [addresses[0], ctypes.c_int(len(rows)), addresses[1], ctypes.c_int(parts)]
+                self._launch = Launch(driver, kernel.function, len(rows) * parts, THREADS, 0, arguments)
+        except BaseException:
+            self.close()
+            raise
+
+    def submit(self, stream: Any) -> None:
+        """Enqueues the computation behind what is on the driver's stream."""
+        if self._launch is not None:
+            self._driver("cuMemsetD8Async", self._tables[1].address, 0, self._sums.nbytes, stream, what="checksums")
+            self._launch.submit(stream)
+
+    def read(self) -> list[int]:
+        """One checksum a row; the stream must have been synchronised."""
+        if self._launch is not None:
+            self._tables[1].read_into(self._sums)
+        return self._sums.tolist()
+
+    def close(self) -> None:
+        """Gives the tables back; nothing may be in flight. Idempotent."""
+        self._launch = None
+        tables, self._tables = self._tables, []
+        for table in tables:
+            table.close()

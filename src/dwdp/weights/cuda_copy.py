@@ -1,0 +1,193 @@
+"""A layer's copies on CUDA, prepared at set-up: `submit(stream)` only hands finished arguments to the driver.
+
+    per_slice   one cuMemcpyAsync a slice
+    batched     one cuMemcpyBatchAsync a layer
+    gather      one kernel launch a layer, see gather_kernel.py
+
+All move the same bytes. A prepared copy knows no stream: the device gives its own, see `CudaDevice.enqueue`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dwdp.device.nvrtc import Compiler, DeviceTable, Kernels, Launch, compile_cubin
+from dwdp.errors import DwdpError
+from dwdp.memory.driver import Driver
+from dwdp.weights.gather_kernel import OPTIONS, SHARED_BYTES, SOURCE, THREADS, gather_table
+from dwdp.weights.plan import CopySlice
+
+BATCH_VERSION = 13000
+"""cuMemcpyBatchAsync as cuda-bindings 13 calls it came with CUDA 13.0."""
+BULK_CAPABILITY = (9, 0)
+DEFAULT_CTAS = 16
+
+
+class PerSliceCopy:
+    """One cuMemcpyAsync for each slice, in order."""
+
+    transfer = "per_slice"
+
+    def __init__(self, driver: Driver, slices: Sequence[CopySlice]) -> None:
+        pointer = driver.api.CUdeviceptr
+        self.nbytes = sum(piece.nbytes for piece in slices)
+        self._driver, self._copy = driver, driver.api.cuMemcpyAsync
+        self._ok = driver.api.CUresult.CUDA_SUCCESS
+        self._calls = [(pointer(piece.dst), pointer(piece.src), piece.nbytes) for piece in slices if piece.nbytes]
+
+    def submit(self, stream: Any) -> None:
+        copy, ok = self._copy, self._ok
+        for dst, src, nbytes in self._calls:
+            (result,) = copy(dst, src, nbytes, stream)
+            if result != ok:
+                raise self._driver.error("cuMemcpyAsync", result, f"{nbytes} bytes from {int(src):#x} to {int(dst):#x}")
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class BatchedCopy:
+    """One cuMemcpyBatchAsync for all slices; within it they run in any order."""
+
+    transfer = "batched"
+
+    def __init__(self, driver: Driver, slices: Sequence[CopySlice]) -> None:
+        refuse_batched(driver)
+        slices = [piece for piece in slices if piece.nbytes]  # the driver refuses empty ones
+        api = driver.api
+        self.nbytes = sum(piece.nbytes for piece in slices)
+        self._driver, self._call = driver, api.cuMemcpyBatchAsync
+        self._ok = api.CUresult.CUDA_SUCCESS
+        attributes = api.CUmemcpyAttributes()
+        # Sources are read behind what is on the stream already: the wait for the slot's end of read among it.
+        attributes.srcAccessOrder = api.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+        count = len(slices)
+        self._arguments = (
+            [api.CUdeviceptr(piece.dst) for piece in slices],
+            [api.CUdeviceptr(piece.src) for piece in slices],
+            [piece.nbytes for piece in slices],
+            count,
+            [attributes],
+            [0],
+            1,
+        )
+
+    def submit(self, stream: Any) -> None:
+        if not self._arguments[3]:
+            return
+        (result,) = self._call(*self._arguments, stream)
+        if result != self._ok:
+            what = f"{self._arguments[3]} slices of {self.nbytes} bytes together"
+            raise self._driver.error("cuMemcpyBatchAsync", result, what)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class GatherCopy:
+    """One launch of the gather kernel. Its tables lie in device memory until `close()`."""
+
+    transfer = "gather"
+
+    def __init__(self, kernel: GatherKernel, slices: Sequence[CopySlice]) -> None:
+        table = gather_table(slices, kernel.num_ctas)
+        self.nbytes = table.nbytes
+        self._tables: list[DeviceTable] = []
+        self._launch = None
+        try:
+            arguments = []
+            for rows in (table.units, table.edges):
+                self._tables.append(DeviceTable(kernel.driver, rows))
+                arguments += [ctypes.c_void_p(self._tables[-1].address), ctypes.c_int(len(rows))]
+            if self.nbytes:
+                self._launch = kernel.launch(arguments)
+        except BaseException:
+            self.close()
+            raise
+
+    def submit(self, stream: Any) -> None:
+        if self._launch is not None:
+            self._launch.submit(stream)
+
+    def close(self) -> None:
+        """Gives the tables back; no launch may be in flight. Idempotent."""
+        self._launch = None
+        tables, self._tables = self._tables, []
+        for table in tables:
+            table.close()
+
+
+class GatherKernel:
+    """The compiled kernel, shared by all layers. name: `tma`, `ldst`, or `auto` for the best that the device has.
+
+    num_ctas: CTAs of a launch, which hold as many SMs. Raises DwdpError where a demanded kernel cannot run.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        device_index: int,
+        name: str = "auto",
+        *,
+        num_ctas: int = DEFAULT_CTAS,
+        compiler: Compiler = compile_cubin,
+    ) -> None:
+        if name not in ("auto", *THREADS):
+            raise ValueError(f"gather_kernel is {name!r}, not one of auto, {', '.join(THREADS)}")
+        if num_ctas < 1:
+            raise ValueError(f"the gather kernel needs at least one CTA, not {num_ctas}")
+        self.driver, self.num_ctas = driver, num_ctas
+        self._kernels = Kernels(driver, device_index, SOURCE, OPTIONS, compiler=compiler)
+        bulk = self._kernels.capability >= BULK_CAPABILITY
+        if name == "tma" and not bulk:
+            self.close()
+            raise DwdpError(
+                "the gather kernel tma needs compute capability 9.0, device {} has {}.{}; take ldst".format(
+                    device_index, *self._kernels.capability
+                )
+            )
+        self.name = ("tma" if bulk else "ldst") if name == "auto" else name
+        self._function = self._kernels.function(f"gather_{self.name}", dynamic_bytes=SHARED_BYTES[self.name])
+
+    def launch(self, arguments: Sequence[Any]) -> Launch:
+        return Launch(
+            self.driver, self._function, self.num_ctas, THREADS[self.name], SHARED_BYTES[self.name], arguments
+        )
+
+    def close(self) -> None:
+        """Unloads the kernel; its copies must be closed. Idempotent."""
+        self._kernels.close()
+
+
+def available_transfers(
+    driver: Driver, device_index: int, *, gather_kernel: str = "auto", compiler: Compiler = compile_cubin
+) -> dict[str, str | None]:
+    """Transfer -> None where this device can do it, else why not; found by trying. For the launch gate."""
+
+    def reason(attempt: Callable[[], object]) -> str | None:
+        try:
+            attempt()
+        except DwdpError as error:
+            return str(error)
+        return None
+
+    def compile_gather() -> None:
+        GatherKernel(driver, device_index, gather_kernel, compiler=compiler).close()
+
+    return {"per_slice": None, "batched": reason(lambda: refuse_batched(driver)), "gather": reason(compile_gather)}
+
+
+def refuse_batched(driver: Driver) -> None:
+    """Raises DwdpError where the driver cannot copy in batches."""
+    version = driver.version()
+    if version < BATCH_VERSION or not hasattr(driver.api, "cuMemcpyBatchAsync"):
+        raise DwdpError(
+            f"batched copies (contention_opt) need a driver of CUDA {_version(BATCH_VERSION)} and cuda-bindings 13, "
+            f"the driver is of CUDA {_version(version)}; update it, or take per_slice or gather"
+        )
+
+
+def _version(number: int) -> str:
+    return f"{number // 1000}.{number % 1000 // 10}"
