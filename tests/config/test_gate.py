@@ -125,7 +125,6 @@ def test_standalone_roles_that_decode_pass_with_one_warning_naming_the_bytes(war
         ({"device": "cuda"}, "off", "device: cuda"),
         ({"dwdp": {"memory": "cuda"}}, "off", "dwdp.memory: cuda"),
         ({"dwdp": {"handle_type": "fabric"}}, "off", "dwdp.handle_type: fabric"),
-        ({"dense": {"load": "sharded"}}, "attached", "dense_dwdp.load: sharded"),
     ],
 )
 def test_a_setting_that_nothing_serves_yet_is_refused_by_name(fields, mode, part):
@@ -194,3 +193,13 @@ def test_expert_dwdp_goes_neither_with_the_overlap_scheduler_nor_with_tensor_par
         check_supported(ServeConfig(ranks=2, dwdp=dwdp, overlap_scheduler=True), "off")
     with pytest.raises(ConfigError, match="tp_size 2"):
         check_supported(ServeConfig(ranks=2, dwdp=dwdp, tp_size=2, attention_dp=True), "off")
+
+
+@pytest.mark.parametrize("mode", ["attached", "standalone"])
+def test_loading_into_rows_needs_required_because_there_is_nothing_to_go_back_to(mode):
+    def check(**fields):
+        check_supported(ServeConfig(ranks=2, dense_dwdp=DenseConfig(enabled=True, load="sharded", **fields)), mode)
+
+    check()
+    with pytest.raises(GateError, match="load: sharded .* needs required .DWDP_DENSE_REQUIRED. on"):
+        check(required=False)

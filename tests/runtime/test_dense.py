@@ -14,10 +14,12 @@ import torch
 
 from dwdp.device.recording import RecordingDevice
 from dwdp.errors import DwdpError
+from dwdp.runtime import setup_dense
 from dwdp.runtime.counters import Counters
 from dwdp.runtime.dense import DenseRuntime
 from dwdp.runtime.dense_schedule import DenseSchedule
 from dwdp.weights.plan import CopyPlan
+from dwdp.weights.store import RowStore
 from tests.support.dense_ranks import config, dense_ranks, forward_and_check
 from tests.support.toy_decoder import snapshot, value_bytes
 
@@ -211,9 +213,10 @@ def test_slow_reads_on_a_compute_worker_are_never_overwritten():
 
 
 def test_several_store_handles_serve_the_same_bytes(monkeypatch):
-    from dwdp.runtime.setup_dense import DenseSetup
+    def in_small_chunks(domain, layout, config, rank):
+        return RowStore(domain, layout, rank, chunk_bytes=6_000)
 
-    monkeypatch.setattr(DenseSetup, "_chunk_bytes", property(lambda self: 6_000))
+    monkeypatch.setattr(setup_dense, "new_row_store", in_small_chunks)
 
     def body(rank):
         expected = snapshot(rank.model)

@@ -221,10 +221,10 @@ def check_supported(config: ServeConfig, mode: Mode) -> None:
                 f"dense_dwdp.own_rows: map gives every row a handle of its own; store_chunk_mb "
                 f"{dense.store_chunk_mb} does not go with it, set one of them back"
             )
-        wanted += [
-            f"dense_dwdp.{field}: {getattr(dense, field)}"
-            for field, served in (("load", "whole"),)
-            if getattr(dense, field) != served
-        ]
+        _require(
+            dense.load == "whole" or dense.required,
+            "dense_dwdp.load: sharded keeps no weights to serve on with after a failed set-up: it needs required "
+            "(DWDP_DENSE_REQUIRED) on",
+        )
     if wanted:
         raise ConfigError(f"not supported yet: {', '.join(wanted)}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -35,6 +35,8 @@ _DTYPES = {
 }
 # bytes read so far, bytes to read in all
 Progress = Callable[[int, int], None]
+# takes all values of a parameter
+Sink = Callable[[Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ def load_model(
     device: str | torch.device = "cpu",
     progress: Progress | None = None,
     read_log: ReadLog | None = None,
-    built: Callable[[KimiK3Model], None] | None = None,
+    built: Callable[[KimiK3Model], Mapping[str, Sink] | None] | None = None,
 ) -> KimiK3Model:
     """The text model of checkpoint folder `path`, with the rows of routed experts [start, end) (None: all).
 
@@ -69,7 +71,8 @@ def load_model(
     shapes are checked. `read_log(file, offset, nbytes)` is called for every read, headers included.
     `built(model)` is called with the model on the meta device, when the checkpoint is known to fit and before any
     weight is read. It may refuse it, or give it parameters that lie elsewhere: only what is on the meta device
-    still gets memory here, the rest is read into as it is.
+    still gets memory here, the rest is read into as it is. What it returns takes the values of parameters, by name,
+    that get no memory in the model: each is read whole into memory of its own, handed over and dropped.
 
     CheckpointError is one line with every missing, extra or misshapen tensor, and with every tensor that
     quantization_config contradicts. ConfigError for an unknown dtype, ValueError for a bad expert range.
@@ -87,19 +90,41 @@ def load_model(
         )
         places = _match(checkpoint, model, formats)
         model.checkpoint_config = checkpoint.config
-        if built is not None:
-            built(model)
+        sinks = (built(model) if built is not None else None) or {}
         model.requires_grad_(False)
-        _materialise(model, device)
-        _fill(checkpoint, model, places, progress)
+        _materialise(model, device, sinks)
+        _fill(checkpoint, places, progress, _Elsewhere(model, device, sinks))
     return model.eval()
 
 
-def _materialise(model: nn.Module, device: str | torch.device) -> None:
-    """Memory, not initialised, for every parameter that is on the meta device; the model has no buffers."""
-    for module in model.modules():
+class _Elsewhere:
+    """Memory for parameters that have none in the model, while they are read."""
+
+    def __init__(self, model: nn.Module, device: str | torch.device, sinks: Mapping[str, Sink]) -> None:
+        self._parameters, self._device = dict(model.named_parameters()), device
+        self._sinks = dict(sinks)
+        self._open: dict[str, Tensor] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Where the values of a parameter are read into."""
+        if name not in self._sinks:
+            return self._parameters[name]
+        if name not in self._open:
+            self._open[name] = torch.empty_like(self._parameters[name], device=self._device)
+        return self._open[name]
+
+    def done(self, name: str) -> None:
+        """All of its values are there."""
+        if name in self._sinks:
+            self._sinks.pop(name)(self._open.pop(name))
+
+
+def _materialise(model: nn.Module, device: str | torch.device, elsewhere: Container[str]) -> None:
+    """Memory, not initialised, for every parameter that is on the meta device but those named in `elsewhere`; the
+    model has no buffers."""
+    for prefix, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
-            if parameter.is_meta:
+            if parameter.is_meta and f"{prefix}.{name}".lstrip(".") not in elsewhere:
                 setattr(module, name, nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=False))
 
 
@@ -151,7 +176,7 @@ class WeightUpdate:
 
     def write(self) -> None:
         """Overwrites the parameters in place. An error on the way leaves them half written."""
-        _fill(self._checkpoint, self._model, self._places, self._progress)
+        _fill(self._checkpoint, self._places, self._progress, _Elsewhere(self._model, "cpu", {}))
 
     def __enter__(self) -> WeightUpdate:
         return self
@@ -287,8 +312,7 @@ def _expert_expectations(
             )
 
 
-def _fill(checkpoint: Checkpoint, model: KimiK3Model, places: dict[str, Place], progress: Progress | None) -> None:
-    parameters = dict(model.named_parameters())
+def _fill(checkpoint: Checkpoint, places: dict[str, Place], progress: Progress | None, parameters: _Elsewhere) -> None:
     total, done = sum(checkpoint.entries[name].nbytes for name in places), 0
     scales: dict[str, Tensor] = {}  # of FP8 weights that are not read yet
     unscaled: set[str] = set()  # FP8 weights whose scale is not read yet
@@ -305,8 +329,10 @@ def _fill(checkpoint: Checkpoint, model: KimiK3Model, places: dict[str, Place], 
         # Weight and scale come in file order, and every E4M3 value is exact in the model's dtype: so the
         # weight waits in its own parameter for the scale, and nothing is held beside it.
         if place.parameter in unscaled and place.parameter in scales:
-            scale_fp8_blocks_(target, scales.pop(place.parameter))
+            scale_fp8_blocks_(parameters[place.parameter], scales.pop(place.parameter))
             unscaled.discard(place.parameter)
+        if place.parameter not in unscaled and place.parameter not in scales:
+            parameters.done(place.parameter)
         done += entry.nbytes
         if progress is not None:
             progress(done, total)

@@ -6,7 +6,7 @@ Importing this module loads no torch, so that whoever builds a model can ask for
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from dwdp.weights.transfers import PER_SLICE, Transfer
 if TYPE_CHECKING:
     from dwdp.runtime.dense import DenseRuntime
     from dwdp.runtime.experts import ExpertRuntime
+    from dwdp.runtime.load_rows import LoadedRows, Sink
     from dwdp.runtime.setup_dense import DenseWeights
 
 logger = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ class DenseDwdpManager:
         self.experts: ExpertRuntime | None = None  # attached: H0 starts their prefetch
         self.before_h0: Callable[[], None] | None = None
         self._no_roots_logged = False
+        self._loaded: LoadedRows | None = None  # what the model is loaded into, until `setup` takes it over
 
     def register(self) -> None:
         """Makes this the manager that layers capture."""
@@ -76,6 +78,28 @@ class DenseDwdpManager:
         self._no_roots_logged = True
         return False
 
+    def make_room(self, model, *, domain, group) -> Mapping[str, Sink]:
+        """With `load: sharded`, for a model on the meta device: allocates this rank's rows. Without a collective.
+
+        Returns what takes the values of the parameters that move, by name; nothing else of the model changes. A model
+        that was loaded so is unusable after a set-up that fails.
+        """
+        from dwdp.runtime.load_rows import LoadedRows
+
+        if self.config.load != "sharded" or not self.check_model(model):
+            return {}
+        loaded = LoadedRows(model, self.config, domain, group)
+        if not loaded.sinks:  # nothing is covered: an ordinary load, and set-up says so
+            return {}
+        self._loaded = loaded
+        return loaded.sinks
+
+    def drop_loaded(self) -> None:
+        """Gives back what a load that failed had allocated; idempotent."""
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None:
+            loaded.close()
+
     def setup(
         self,
         model,
@@ -101,6 +125,7 @@ class DenseDwdpManager:
 
         if self.runtime is not None:
             return self.report
+        loaded, self._loaded = self._loaded, None
         setup = DenseSetup(
             model,
             self.config,
@@ -110,6 +135,7 @@ class DenseDwdpManager:
             free_bytes=free_bytes,
             transfer=transfer,
             manager=self,
+            loaded=loaded,
         )
         self.report, self.weights = setup.run()
         if self.weights is None:

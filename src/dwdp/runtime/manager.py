@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from dwdp.errors import DwdpError, ModelReleasedError
@@ -19,6 +19,7 @@ from dwdp.weights.transfers import Transfer
 
 if TYPE_CHECKING:
     from dwdp.runtime.experts import ExpertRuntime
+    from dwdp.runtime.load_rows import Sink
     from dwdp.runtime.setup_experts import LoadedTables
     from dwdp.runtime.update import OpenSource
 
@@ -72,9 +73,10 @@ class DwdpManager:
         if self.dense is not None:
             self.dense.check_model(model)
 
-    def prepare(self, model) -> None:
+    def prepare(self, model) -> Mapping[str, Sink]:
         """Lets a model on the meta device be loaded straight into this rank's handles: its expert tables become
-        tensors over them. Optional and without a collective; refuses as `check_model` does.
+        tensors over them. Optional and without a collective; refuses as `check_model` does. Returns what takes the
+        values of parameters that get no memory in the model, by name (`load: sharded`).
 
         A model that was prepared cannot be as it was after a set-up that fails: `model.unusable` is then the error.
         Everything is given back by `release`, whether `setup` was reached or not.
@@ -82,11 +84,13 @@ class DwdpManager:
         self.check_model(model)
         if self._released or self.report is not None or self._loaded is not None:
             raise DwdpError("this DWDP manager has a model already; make a new one for another model")
-        if self.config.dwdp_size > 1:
-            from dwdp.runtime.setup_experts import make_room
+        if self.config.dwdp_size == 1:
+            return {}
+        from dwdp.runtime.setup_experts import make_room
 
-            self._model = weakref.ref(model)
-            self._loaded = make_room(model, self.domain, self.partition, self.group.rank)
+        self._model = weakref.ref(model)
+        self._loaded = make_room(model, self.domain, self.partition, self.group.rank)
+        return self.dense.make_room(model, domain=self.domain, group=self.group) if self.dense is not None else {}
 
     def setup(self, model) -> dict[str, Any]:
         """Moves the loaded model's weights; collective. Returns the report, on a committed model the same again.
@@ -192,6 +196,8 @@ class DwdpManager:
         loaded, self._loaded = self._loaded, None
         if loaded is not None:
             attempt(loaded.close)
+        if self.dense is not None:
+            attempt(self.dense.drop_loaded)
 
     def _free_bytes_of(self, model) -> Callable[[], int]:
         def free_bytes() -> int:

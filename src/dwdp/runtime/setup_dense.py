@@ -27,11 +27,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from dwdp.errors import DwdpError, GroupError, GroupTimeoutError, RankDiedError, VerificationError
 from dwdp.group.ranks import compare_reports, join_problems
 from dwdp.memory.exchange import Exported, close_exported, exchange_handles
-from dwdp.partition.collect import Collected, collect
+from dwdp.partition.collect import Collected
 from dwdp.partition.layout import Blob, DenseLayout, first_difference, original_checksums
 from dwdp.runtime.dense_schedule import slot_name
 from dwdp.runtime.leaks import find_leaks
+from dwdp.runtime.load_rows import LoadedRows, collect_dense, new_row_store
 from dwdp.runtime.slots import DenseSlots, MappedSlots, gather_plans, mapped_slot_bytes, slot_bytes
+from dwdp.runtime.watchdog import SlotChecker
 from dwdp.weights.copy import run_plan
 from dwdp.weights.plan import CopyPlan
 from dwdp.weights.store import RowStore
@@ -82,7 +84,8 @@ class DenseSetup:
 
     free_bytes: called in P1, bytes of memory that may still be allocated. config: a DenseConfig. transfer: how the
     copies are submitted; attached that of expert DWDP, standalone of `copy`.
-    manager: whose hooks the layers must call when they call hooks themselves; None checks nothing.
+    manager: whose hooks the layers must call when they call hooks themselves; None checks nothing. loaded: the rows
+    that this model was loaded into, owned from now on: then a failure leaves it unusable, see [Note: no originals].
     """
 
     def __init__(
@@ -96,14 +99,15 @@ class DenseSetup:
         free_bytes: Callable[[], int],
         transfer: Transfer = PER_SLICE,
         manager=None,
+        loaded: LoadedRows | None = None,
     ) -> None:
-        self.model, self.config = model, config
+        self.model, self.config, self.loaded = model, config, loaded
         self.transfer, self.manager = transfer, manager
         self.group, self.domain, self.device = group, domain, device
         self.free_bytes = free_bytes
         self.collected: Collected | None = None
         self.checksums: list[list[str]] = []
-        self.store: RowStore | None = None
+        self.store: RowStore | None = loaded and loaded.store
         self.slots: DenseSlots | None = None
         self.plans: list[dict[str, CopyPlan]] = []
         self.repointed: list[weakref.ref] | None = None  # None: the modules hold the originals
@@ -121,6 +125,9 @@ class DenseSetup:
             self._p5_repoint()
         except BaseException as error:
             self._abandon()
+            if self.loaded is not None:
+                self.model.unusable = error
+                raise
             # A group that broke in another way shows itself in its next collective.
             broken = isinstance(error, (_Disagreement, GroupTimeoutError, RankDiedError))
             if broken or self.config.required or not isinstance(error, Exception):
@@ -172,14 +179,7 @@ class DenseSetup:
     def _local_report(self) -> dict[str, dict[str, str]]:
         """Three flat tables, so that a difference has a name: switches, every storage's place, its checksum."""
         c = self.config
-        self.collected = collect(
-            self.model,
-            num_ranks=self.group.size,
-            segments=c.segments,
-            min_bytes=c.min_bytes,
-            strict=c.strict,
-            roots=c.roots,
-        )
+        self.collected = collect_dense(self.model, c, self.group.size) if self.loaded is None else self.loaded.collected
         self._check_hooks()
         if not self.layout.blobs and c.strict:
             raise DwdpError(
@@ -192,7 +192,10 @@ class DenseSetup:
         weights = {}
         self.checksums = []
         for number, blob in enumerate(self.layout.blobs):
-            sums = original_checksums(blob, self._originals(number))
+            if self.loaded is None:
+                sums = original_checksums(blob, self._originals(number))
+            else:
+                sums = self.loaded.checksums(number)
             self.checksums.append(sums)
             for i, (storage, value) in enumerate(zip(blob.storages, sums)):
                 layout[f"{blob.name} storage {i}"] = storage.describe()
@@ -210,8 +213,8 @@ class DenseSetup:
                 )
 
     def _check_memory(self) -> None:
-        rows = self._row_store()
-        store = rows.nbytes
+        rows = self.store or new_row_store(self.domain, self.layout, self.config, self.group.rank)
+        store = rows.nbytes if self.loaded is None else 0  # loaded: allocated, and not free any more
         if rows.mapped:
             slots = mapped_slot_bytes(rows, self.domain.page_bytes)
         else:
@@ -240,11 +243,12 @@ class DenseSetup:
         return peers
 
     def _write_rows(self) -> list[Exported]:
-        self.store = self._row_store()
-        self.store.allocate()
+        if self.loaded is None:
+            self.store = new_row_store(self.domain, self.layout, self.config, self.group.rank)
+            self.store.allocate()
         self.slots = MappedSlots(self.store) if self.store.mapped else DenseSlots(self.domain, self.layout)
         self.slots.allocate()
-        for number in range(len(self.layout.blobs)):
+        for number in range(len(self.layout.blobs)) if self.loaded is None else ():
             self.store.write_row(number, self._originals(number))
         return self.store.exports()
 
@@ -288,9 +292,10 @@ class DenseSetup:
             self.slots.fill_with_nan()
         originals = [
             (StorageWeakRef(bindings[0].original.untyped_storage()), storage.name)
-            for number, blob in enumerate(self.layout.blobs)
+            for number, blob in enumerate(self.layout.blobs if self.loaded is None else ())
             for storage, bindings in zip(blob.storages, self.collected.bindings[number])
         ]
+        self.loaded = None
         self.collected = Collected(self.layout, [], self.collected.roots, self.collected.stays)
         leaks = find_leaks(originals, name_holders=self.config.debug >= 1)
         moved = self.layout.moved_nbytes
@@ -345,14 +350,6 @@ class DenseSetup:
 
     # ---- helpers ----
 
-    @property
-    def _chunk_bytes(self) -> int:
-        return self.config.store_chunk_mb << 20
-
-    def _row_store(self) -> RowStore:
-        mapped = self.config.own_rows == "map"
-        return RowStore(self.domain, self.layout, self.group.rank, chunk_bytes=self._chunk_bytes, mapped=mapped)
-
     def _originals(self, number: int) -> list[torch.Tensor]:
         return [self.collected.storage_bytes(number, i) for i in range(len(self.layout.blobs[number].storages))]
 
@@ -384,6 +381,9 @@ class DenseSetup:
 
     def _compare_slot(self, number: int, blob: Blob, slot: str) -> None:
         end, data = 0, self.slots.data(number)
+        if self.loaded is not None:
+            self._compare_checksums(number, blob, slot)
+            return
         for storage, original in zip(blob.storages, self._originals(number)):
             self._check_pad(blob, slot, data, end, storage.offset)
             at = first_difference(data[storage.offset : storage.offset + storage.nbytes], original)
@@ -391,6 +391,11 @@ class DenseSetup:
                 self._wrong_byte(blob, slot, storage.offset + at)
             end = storage.offset + storage.nbytes
         self._check_pad(blob, slot, data, end, blob.nbytes)
+
+    def _compare_checksums(self, number: int, blob: Blob, slot: str) -> None:
+        problem = SlotChecker(self.layout, self.store, self.slots, self.checksums).problem(blob.pos, slot)
+        if problem:
+            raise VerificationError(f"{problem} (loaded straight into rows)")
 
     def _check_pad(self, blob: Blob, slot: str, data: torch.Tensor, start: int, end: int) -> None:
         pad = data[start:end]
@@ -404,6 +409,8 @@ class DenseSetup:
         )
 
     def _compare_modules(self, number: int, blob: Blob, slot: str) -> None:
+        if self.loaded is not None:
+            self._compare_checksums(number, blob, slot)
         start = self.slots.data(number).data_ptr()
         for storage, bindings in zip(blob.storages, self.collected.bindings[number]):
             for spec, binding in zip(storage.views, bindings):
@@ -413,7 +420,7 @@ class DenseSetup:
                     raise VerificationError(f"{binding.name} does not lie at its place in slot {slot}")
                 if (new.dtype, new.shape, new.stride()) != (old.dtype, old.shape, old.stride()):
                     raise VerificationError(f"{binding.name} changed its dtype, shape or stride in slot {slot}")
-                if not torch.equal(_value_bytes(new), _value_bytes(old)):
+                if self.loaded is None and not torch.equal(_value_bytes(new), _value_bytes(old)):
                     raise VerificationError(f"{binding.name} reads other bytes in slot {slot} than its original")
 
 
@@ -443,6 +450,10 @@ def _repointed(tensor: torch.Tensor, view: torch.Tensor, moving: set[int]) -> to
 
     moving: ids of all tensors that are pointed into slots.
     """
+    if tensor.is_meta:  # [Note: no originals]; torch lets no tensor change from there to memory
+        view = nn.Parameter(view, requires_grad=tensor.requires_grad)
+        view.__dict__.update(tensor.__dict__)
+        return view
     if tensor._is_view() and id(tensor._base) not in moving and not isinstance(tensor, nn.Parameter):
         view.requires_grad_(tensor.requires_grad)
         view.__dict__.update(tensor.__dict__)

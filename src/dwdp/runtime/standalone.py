@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from dwdp.errors import DwdpError, GroupTimeoutError, ModelReleasedError
 from dwdp.runtime.counters import Counters
 from dwdp.runtime.dense_manager import DenseDwdpManager, refuse_weight_change
-from dwdp.runtime.teardown import give_back
+from dwdp.runtime.teardown import attempt, give_back
 from dwdp.weights.transfers import Transfer
 
 if TYPE_CHECKING:
+    from dwdp.runtime.load_rows import Sink
     from dwdp.runtime.update import OpenSource
 
 logger = logging.getLogger(__name__)
@@ -65,9 +66,10 @@ class StandaloneDenseManager(DenseDwdpManager):
 
     # ---- set-up ----
 
-    def prepare(self, model) -> None:
-        """Before a model on the meta device is loaded; refuses as `check_model` does."""
+    def prepare(self, model) -> Mapping[str, Sink]:
+        """Before a model on the meta device is loaded; refuses as `check_model` does. See `make_room`."""
         self.check_model(model)
+        return self.make_room(model, domain=self.domain, group=self.group)
 
     def setup(self, model) -> dict[str, Any]:
         """Spreads the loaded model's dense weights; collective. On a committed model: the same report again.
@@ -157,6 +159,7 @@ class StandaloneDenseManager(DenseDwdpManager):
         if self._released:
             return
         self._released = True
+        attempt(self.drop_loaded)
         model = self._model()
         if self.runtime is None:
             return

@@ -1,0 +1,248 @@
+"""Dense weights that are loaded straight into rows: the same bytes as loaded whole, less memory, and one way out.
+
+Mutation-checked once, each caught by a test below: the first byte of every tensor is not written; checksums are not
+compared in P4 and P5; a failed load keeps its store; the model is not marked unusable; whole tensors are kept.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from dwdp.config.schema import DenseConfig
+from dwdp.errors import DwdpError, GroupError, VerificationError
+from dwdp.executor.create import build_rank
+from dwdp.executor.settings import resolve
+from dwdp.group.threads import run_rank_threads
+from dwdp.memory.host import HostDomain
+from dwdp.model import loader
+from dwdp.model.checkpoint import read_config
+from dwdp.model.config import ModelConfig
+from dwdp.model.decoder import KimiK3Model
+from dwdp.runtime import load_rows
+from dwdp.runtime.dense_manager import DenseDwdpManager
+from dwdp.weights.store import RowStore
+from tests.support.system import DENSE, SMALL_PAGES, lockstep, prompt, replicated, shared, write_random
+
+SHARDED = {**DENSE, "load": "sharded"}
+LENGTH = 14
+NOTHING = {"handles": 0, "mappings": 0, "ranges": 0, "descriptors": 0}
+
+
+def compute(rank):
+    tokens = prompt(0, LENGTH)
+    return {"prefill": rank.logits(tokens), "chunks": rank.logits(tokens, chunk_size=5, decode=3)}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_random(tmp_path_factory.mktemp("m") / "model", num_experts=7)
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    return replicated(model, compute)
+
+
+def same(found, expected) -> bool:
+    return all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("more", [{}, {"own_rows": "map"}, {"segments": "attn"}, {"store_chunk_mb": 1}])
+def test_logits_and_ledger_are_those_of_weights_that_were_loaded_whole(model, expected, n, more):
+    def body(rank):
+        return compute(rank), rank.report()
+
+    whole = shared(model, n, body, dense={**DENSE, **more})
+    sharded = shared(model, n, body, dense={**SHARDED, **more})
+    for (_, reference), (found, report) in zip(whole, sharded):
+        assert same(found, expected)
+        assert report["ledger"] == reference["ledger"] and report["ledger"]["dense_moved_bytes"] > 0
+        assert report["counters"]["demand_fetches"] == report["counters"]["fences"] == 0
+
+
+def test_standalone_logits_are_bit_for_bit_those_of_the_same_instance_without_it(model):
+    off = lockstep(model, 2, compute)
+    for found, reference in zip(lockstep(model, 2, compute, dense=SHARDED), off, strict=True):
+        assert same(found, reference)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_block_scaled_weights_are_widened_on_the_way_into_rows(tmp_path, dtype):
+    folder = write_random(tmp_path / "fp8", num_experts=7, fp8_attention=True)
+    reference = replicated(folder, compute, dtype=dtype)
+    for found in shared(folder, 2, compute, dense=SHARDED, dtype=dtype):
+        assert same(found, reference)
+
+
+def test_every_byte_goes_to_the_row_that_it_belongs_to(model):
+    def body(rank):
+        store = rank.manager.dense.weights.store
+        return [store.row(rank.rank, number).clone() for number in range(len(store.layout.blobs))]
+
+    whole, sharded = (shared(model, 3, body, dense=dense) for dense in (DENSE, SHARDED))
+    for mine, theirs in zip(sharded, whole, strict=True):
+        assert len(mine) > 0 and all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+def test_a_tensor_is_gone_before_the_next_one_is_read(model, monkeypatch):
+    """So that no more than one lies beside the rows, whatever the number of layers."""
+    taken: dict[int, list[StorageWeakRef]] = {}
+    take = load_rows.LoadedRows._take
+
+    def watching(self, number, i, values):
+        mine = taken.setdefault(self.store.rank, [])
+        assert all(storage.expired() for storage in mine)
+        mine.append(StorageWeakRef(values.untyped_storage()))
+        take(self, number, i, values)
+
+    monkeypatch.setattr(load_rows.LoadedRows, "_take", watching)
+    for rank in shared(model, 2, lambda rank: rank.rank, dense=SHARDED):
+        assert len(taken[rank]) > 40 and taken[rank][-1].expired()
+
+
+def cap(model, n: int) -> int:
+    """Memory of a rank in which its weights whole and rows and slots do not fit together, though either does."""
+
+    def body(rank):
+        ledger = rank.report()["ledger"]
+        return ledger["stored_bytes"] + ledger["slot_bytes"] + ledger["ring_bytes"] + ledger["replicated_bytes"]
+
+    return max(shared(model, n, body, dense=DENSE))
+
+
+def test_a_model_starts_in_memory_that_its_weights_whole_exceed(model, expected):
+    limit = {"host_memory_bytes": cap(model, 2)}
+    for found in shared(model, 2, compute, dense=SHARDED, dwdp=limit):
+        assert same(found, expected)
+    with pytest.raises(DwdpError, match="dense DWDP needs .* bytes are free"):
+        shared(model, 2, compute, dense=DENSE, dwdp=limit)
+
+
+# ---- failures ----
+
+
+def errors(model, n: int) -> dict[int, Exception]:
+    """What each of n ranks raised."""
+    found = {}
+    settings = resolve(model, ranks=n, dtype="float32", device="cpu", dwdp=SMALL_PAGES, dense_dwdp=SHARDED).settings
+
+    def run(group):
+        try:
+            with build_rank(settings, group, rank=group.rank) as rank:
+                compute(rank)
+        except Exception as error:
+            found[group.rank] = error
+
+    run_rank_threads(n, run, timeout=30)
+    return found
+
+
+def test_a_wrong_byte_on_the_way_is_an_error_on_every_rank_and_leaves_nothing(model, monkeypatch):
+    exports, domains, unusable = RowStore.exports, [], []
+
+    def spoiling(self):
+        if self.rank == 1:
+            self.row(1, 2)[0] ^= 1
+        domains.append(self.domain)
+        return exports(self)
+
+    def kept(self, model, *args, **options):
+        unusable.append(model)
+        return made(self, model, *args, **options)
+
+    made = load_rows.LoadedRows.__init__
+    monkeypatch.setattr(RowStore, "exports", spoiling)
+    monkeypatch.setattr(load_rows.LoadedRows, "__init__", kept)
+    found = errors(model, 3)
+    assert all(isinstance(found[rank], (VerificationError, GroupError)) for rank in range(3)), found
+    assert any("does not hold the bytes of" in str(error) for error in found.values())
+    assert len(domains) == 3 and all(domain.live() == NOTHING for domain in domains)
+    assert len(unusable) == 3 and all(one.unusable is not None for one in unusable)
+    with pytest.raises(Exception, match="does not hold the bytes of|cannot run"):
+        unusable[0](torch.tensor([[1]]))
+
+
+def test_standalone_too_a_failed_set_up_leaves_no_model_to_serve_on_with(model, monkeypatch):
+    exports, seen = RowStore.exports, []
+
+    def failing(self):
+        if self.rank == 1:
+            raise OSError("no descriptor in this test")
+        return exports(self)
+
+    made = load_rows.LoadedRows.__init__
+    monkeypatch.setattr(RowStore, "exports", failing)
+    monkeypatch.setattr(
+        load_rows.LoadedRows, "__init__", lambda self, model, *args: seen.append(model) or made(self, model, *args)
+    )
+    with pytest.raises(OSError, match="no descriptor in this test"):
+        lockstep(model, 2, compute, dense=SHARDED, timeout=20)
+    assert len(seen) == 2 and all(one.unusable is not None for one in seen)
+
+
+def test_rows_that_no_set_up_took_over_are_given_back_by_the_manager(model):
+    def body(group):
+        group.join({})
+        with HostDomain(group.rank, granule_bytes=4096) as domain:
+            manager = DenseDwdpManager(DenseConfig(enabled=True, min_bytes=1, load="sharded"))
+            sinks = manager.make_room(meta_model(model), domain=domain, group=group)
+            assert len(sinks) > 40 and domain.allocated_bytes > 0
+            manager.drop_loaded()
+            manager.drop_loaded()
+            return domain.live(), domain.allocated_bytes
+
+    assert run_rank_threads(2, body, timeout=20) == [(NOTHING, 0)] * 2
+
+
+def meta_model(folder):
+    return KimiK3Model(ModelConfig.from_dict(read_config(folder)), device="meta")
+
+
+def test_ranks_with_other_weights_are_named_with_the_tensor(model, monkeypatch):
+    take = load_rows.LoadedRows._take
+
+    def other(self, number, i, values):
+        if self.store.rank == 2 and (number, i) == (0, 0):
+            values.view(-1).view(torch.uint8)[7] ^= 1
+        take(self, number, i, values)
+
+    monkeypatch.setattr(load_rows.LoadedRows, "_take", other)
+    found = errors(model, 3)
+    texts = [str(error) for error in found.values()]
+    assert len(texts) == 3 and any("rank 2 has the checksum of" in text for text in texts), texts
+
+
+@pytest.mark.parametrize("error", [OSError("disk gone"), KeyboardInterrupt()])
+def test_a_load_that_fails_on_the_way_gives_the_rows_back(model, monkeypatch, error):
+    domains, read = [], loader._read_to
+    opened = HostDomain.__init__
+
+    def note(self, *args, **options):
+        opened(self, *args, **options)
+        domains.append(self)
+
+    def failing(checkpoint, entry, target):
+        if "layers.3" in entry.name:
+            raise error
+        read(checkpoint, entry, target)
+
+    monkeypatch.setattr(HostDomain, "__init__", note)
+    monkeypatch.setattr(loader, "_read_to", failing)
+    with pytest.raises(type(error)):
+        shared(model, 2, compute, dense=SHARDED, timeout=20)
+    assert len(domains) == 2 and all(domain.live() == NOTHING for domain in domains)
+
+
+def test_a_tensor_that_the_checkpoint_did_not_fill_is_named(model, monkeypatch):
+    done = loader._Elsewhere.done
+
+    def forgetting(self, name):
+        if not name.endswith("layers.2.self_attn.o_proj.weight"):
+            done(self, name)
+
+    monkeypatch.setattr(loader._Elsewhere, "done", forgetting)
+    with pytest.raises(DwdpError, match="layers.2.self_attn.o_proj.weight was not loaded into its row"):
+        shared(model, 2, compute, dense=SHARDED, timeout=20)
