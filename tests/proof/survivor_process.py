@@ -53,8 +53,8 @@ def main(rank: int, port: int, model: str, prompt: list[int]) -> None:
         say(forward=index)
     counters = executor.report()["counters"]
     sys.stdin.readline()
-    dead = sorted(group.dead)
     manager = executor.manager
+    dead = manager.status()["dead_ranks"]
     committed = manager.setup(executor.model) is manager.report  # the same report again, no collective
 
     def set_up_again() -> None:

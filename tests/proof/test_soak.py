@@ -121,6 +121,9 @@ def test_a_bit_flipped_in_a_peers_row_while_serving_is_found_and_named(model, wh
             rank.device.drain()
             taken += 1
         error = rank.manager.verification_error
+        status = rank.manager.status()
+        assert status["verification_error"] == (None if error is None else str(error))
+        assert (status["dense"], status["transfer"], status["dead_ranks"]) == ("committed", "per_slice", [])
         if error is not None:
             with pytest.raises(VerificationError):
                 rank.logits(prompt(0, 3))

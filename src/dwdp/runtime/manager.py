@@ -310,6 +310,23 @@ class DwdpManager:
         dense = self.dense.runtime.verification_error if self._dense_committed else None
         return dense or (self.experts.verification_error if self.experts is not None else None)
 
+    def status(self) -> dict[str, Any]:
+        """What an operator looks at first, as JSON has it.
+
+        `dead_ranks`: peers that died; this rank serves on, and no set-up can follow. `dense`: committed, abandoned,
+        off, ..., with its problem. `last_verified_forward`, `verification_error`: of the checks beside forwards.
+        """
+        dense = self.report["dense"] if self.report else {}
+        error = self.verification_error
+        return {
+            "dead_ranks": [] if self.group is None else sorted(self.group.dead),
+            "dense": dense.get("status"),
+            "dense_problem": dense.get("problem"),
+            "transfer": str(self.transfer),
+            "last_verified_forward": None if self.experts is None else self.experts.verified_forward,
+            "verification_error": None if error is None else str(error),
+        }
+
     def ledger(self) -> dict[str, int]:
         """Bytes, static after set-up; without `replicated_bytes`, which is the model's own."""
         dense = self.report["dense"] if self.report else {}
