@@ -122,3 +122,13 @@ def test_fp8_with_a_scale_of_another_shape_is_refused():
         quant.dequantise_fp8_block(fp8, scale[:1], torch.float32)
     with pytest.raises(ValueError, match="float8_e4m3fn"):
         quant.dequantise_fp8_block(torch.randn(200, 200), scale, torch.float32)
+
+
+@pytest.mark.parametrize("first, last", [(0, 300), (0, 1), (5, 130), (127, 129), (128, 256), (200, 300), (299, 300)])
+def test_rows_of_a_block_scaled_weight_are_scaled_as_in_the_whole_one(first, last):
+    """Fails when the first row's block of scales is taken for all of them, and when it is the block before."""
+    weight, scale = torch.randn(300, 200), torch.rand(3, 2) + 0.5
+    whole, rows = weight.clone(), weight[first:last].clone()
+    quant.scale_fp8_blocks_(whole, scale)
+    quant.scale_fp8_blocks_(rows, scale, first_row=first, num_rows=300)
+    assert torch.equal(rows, whole[first:last])

@@ -10,7 +10,7 @@ from torch import nn
 
 from dwdp.errors import DwdpError
 from dwdp.partition.collect import collect
-from dwdp.partition.layout import ALIGNMENT, gathered_checksums, original_checksums
+from dwdp.partition.layout import ALIGNMENT, cuts, gathered_checksums, original_checksums
 from dwdp.partition.roots import has_dense_roots
 from tests.support.toy_decoder import ToyModel, Weights
 
@@ -202,7 +202,10 @@ def test_checksums_see_every_byte_and_the_pad():
     assert gathered_checksums(blob, data) == expected
     pad_byte = blob.storages[0].nbytes
     assert blob.locate(pad_byte).startswith("pad byte") and data[pad_byte] == 0
-    for byte, changed in ((3, 0), (pad_byte, 2), (blob.nbytes - 1, 2), (blob.storages[1].offset, 1)):
+    pieces = cuts(blob)
+    of_second = next(i for i, cut in enumerate(pieces) if cut.storage == 1)
+    pad = len(pieces)
+    for byte, changed in ((3, 0), (pad_byte, pad), (blob.nbytes - 1, pad), (blob.storages[1].offset, of_second)):
         data[byte] ^= 1
         wrong = [i for i, (a, b) in enumerate(zip(gathered_checksums(blob, data), expected)) if a != b]
         assert wrong == [changed]
@@ -263,3 +266,16 @@ def test_of_kimi_k3s_layers_exactly_attention_and_the_five_moe_roots_move():
     assert found.stays == [] and found.layout.moved_nbytes == sum(
         model.get_parameter(name).nbytes for _, _, name in expected
     )
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 7])
+def test_cuts_are_the_bytes_of_storages_once_and_none_crosses_the_end_of_a_row(num_ranks):
+    for blob in layout_of(ToyModel(2), num_ranks=num_ranks).layout.blobs:
+        owner = {}
+        for cut in cuts(blob):
+            storage = blob.storages[cut.storage]
+            assert storage.offset <= cut.start < cut.end <= storage.offset + storage.nbytes
+            for byte in range(cut.start, cut.end):
+                assert byte not in owner and byte // blob.row_nbytes == cut.row
+                owner[byte] = cut.storage
+        assert len(owner) == blob.moved_nbytes

@@ -22,8 +22,10 @@ from dwdp.model.decoder import KimiK3Model
 from dwdp.model.formats import Formats, read_formats
 from dwdp.model.inventory import MATRICES, Expected, Inventory, expert_module
 from dwdp.model.moe import RoutedExperts
+from dwdp.model.part_reader import PartReader, a_log_values
 from dwdp.model.quant import scale_fp8_blocks_
 from dwdp.model.tokenizer import check_tokenizer
+from dwdp.partition.parts import Part
 
 _DTYPES = {
     "bf16": torch.bfloat16,
@@ -35,8 +37,6 @@ _DTYPES = {
 }
 # bytes read so far, bytes to read in all
 Progress = Callable[[int, int], None]
-# takes all values of a parameter
-Sink = Callable[[Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def load_model(
     device: str | torch.device = "cpu",
     progress: Progress | None = None,
     read_log: ReadLog | None = None,
-    built: Callable[[KimiK3Model], Mapping[str, Sink] | None] | None = None,
+    built: Callable[[KimiK3Model], Mapping[str, Part] | None] | None = None,
 ) -> KimiK3Model:
     """The text model of checkpoint folder `path`, with the rows of routed experts [start, end) (None: all).
 
@@ -71,8 +71,8 @@ def load_model(
     shapes are checked. `read_log(file, offset, nbytes)` is called for every read, headers included.
     `built(model)` is called with the model on the meta device, when the checkpoint is known to fit and before any
     weight is read. It may refuse it, or give it parameters that lie elsewhere: only what is on the meta device
-    still gets memory here, the rest is read into as it is. What it returns takes the values of parameters, by name,
-    that get no memory in the model: each is read whole into memory of its own, handed over and dropped.
+    still gets memory here, the rest is read into as it is. What it returns are the parts to read of
+    parameters, by name, that get no memory in the model: each part is read, handed over and dropped.
 
     CheckpointError is one line with every missing, extra or misshapen tensor, and with every tensor that
     quantization_config contradicts. ConfigError for an unknown dtype, ValueError for a bad expert range.
@@ -90,33 +90,11 @@ def load_model(
         )
         places = _match(checkpoint, model, formats)
         model.checkpoint_config = checkpoint.config
-        sinks = (built(model) if built is not None else None) or {}
+        parts = (built(model) if built is not None else None) or {}
         model.requires_grad_(False)
-        _materialise(model, device, sinks)
-        _fill(checkpoint, places, progress, _Elsewhere(model, device, sinks))
+        _materialise(model, device, parts)
+        _fill(checkpoint, model, places, progress, PartReader(checkpoint, model, parts, device))
     return model.eval()
-
-
-class _Elsewhere:
-    """Memory for parameters that have none in the model, while they are read."""
-
-    def __init__(self, model: nn.Module, device: str | torch.device, sinks: Mapping[str, Sink]) -> None:
-        self._parameters, self._device = dict(model.named_parameters()), device
-        self._sinks = dict(sinks)
-        self._open: dict[str, Tensor] = {}
-
-    def __getitem__(self, name: str) -> Tensor:
-        """Where the values of a parameter are read into."""
-        if name not in self._sinks:
-            return self._parameters[name]
-        if name not in self._open:
-            self._open[name] = torch.empty_like(self._parameters[name], device=self._device)
-        return self._open[name]
-
-    def done(self, name: str) -> None:
-        """All of its values are there."""
-        if name in self._sinks:
-            self._sinks.pop(name)(self._open.pop(name))
 
 
 def _materialise(model: nn.Module, device: str | torch.device, elsewhere: Container[str]) -> None:
@@ -172,11 +150,11 @@ class WeightUpdate:
         for name, place in self._places.items():
             if place.how == "a_log":
                 entry = self._checkpoint.entries[name]
-                _a_log_values(self._checkpoint, entry, parameters[place.parameter].numel())
+                a_log_values(self._checkpoint, entry, parameters[place.parameter].numel())
 
     def write(self) -> None:
         """Overwrites the parameters in place. An error on the way leaves them half written."""
-        _fill(self._checkpoint, self._places, self._progress, _Elsewhere(self._model, "cpu", {}))
+        _fill(self._checkpoint, self._model, self._places, self._progress)
 
     def __enter__(self) -> WeightUpdate:
         return self
@@ -312,14 +290,29 @@ def _expert_expectations(
             )
 
 
-def _fill(checkpoint: Checkpoint, places: dict[str, Place], progress: Progress | None, parameters: _Elsewhere) -> None:
-    total, done = sum(checkpoint.entries[name].nbytes for name in places), 0
+def _fill(
+    checkpoint: Checkpoint,
+    model: KimiK3Model,
+    places: dict[str, Place],
+    progress: Progress | None,
+    parts: PartReader | None = None,
+) -> None:
+    parameters = dict(model.named_parameters())
+    parts = parts or PartReader(checkpoint, model, {}, "cpu")
+    nbytes = {name: parts.nbytes(checkpoint.entries[name], p.parameter, p.how) for name, p in places.items()}
+    total, done = sum(nbytes.values()), 0
     scales: dict[str, Tensor] = {}  # of FP8 weights that are not read yet
     unscaled: set[str] = set()  # FP8 weights whose scale is not read yet
     for name, place in places.items():
-        entry, target = checkpoint.entries[name], place.view(parameters[place.parameter])
+        entry = checkpoint.entries[name]
+        done += nbytes[name]
+        if parts.read(entry, place.parameter, place.how):
+            if progress is not None:
+                progress(done, total)
+            continue
+        target = place.view(parameters[place.parameter])
         if place.how == "a_log":
-            target.copy_(_a_log_values(checkpoint, entry, target.numel()))
+            target.copy_(a_log_values(checkpoint, entry, target.numel()))
         elif place.how == "fp8_scale":
             scales[place.parameter] = checkpoint.read(entry).to(target.device)
         else:
@@ -329,11 +322,8 @@ def _fill(checkpoint: Checkpoint, places: dict[str, Place], progress: Progress |
         # Weight and scale come in file order, and every E4M3 value is exact in the model's dtype: so the
         # weight waits in its own parameter for the scale, and nothing is held beside it.
         if place.parameter in unscaled and place.parameter in scales:
-            scale_fp8_blocks_(parameters[place.parameter], scales.pop(place.parameter))
+            scale_fp8_blocks_(target, scales.pop(place.parameter))
             unscaled.discard(place.parameter)
-        if place.parameter not in unscaled and place.parameter not in scales:
-            parameters.done(place.parameter)
-        done += entry.nbytes
         if progress is not None:
             progress(done, total)
 
@@ -343,14 +333,3 @@ def _read_to(checkpoint: Checkpoint, entry: TensorEntry, target: Tensor) -> None
         checkpoint.read_into(entry, target)
     else:
         target.copy_(checkpoint.read(entry).view(target.shape))
-
-
-def _a_log_values(checkpoint: Checkpoint, entry: TensorEntry, heads: int) -> Tensor:
-    """[heads] in the checkpoint's dtype; what lies behind them must be zero."""
-    values = checkpoint.read(entry).flatten()
-    if values[heads:].count_nonzero():
-        raise CheckpointError(
-            f"{checkpoint.path}: tensor {entry.name} of {values.numel()} values has a tail behind its "
-            f"{heads} heads that is not zero"
-        )
-    return values[:heads]

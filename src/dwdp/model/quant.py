@@ -101,12 +101,16 @@ def dequantise_fp8_block(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> T
     return out
 
 
-def scale_fp8_blocks_(weight: Tensor, scale: Tensor) -> None:
-    """Multiplies weight [N, K] in place by its block scales, a block of rows at a time (float32 inside)."""
+def scale_fp8_blocks_(weight: Tensor, scale: Tensor, *, first_row: int = 0, num_rows: int | None = None) -> None:
+    """Multiplies weight [N, K] in place by its block scales, a block of rows at a time (float32 inside).
+
+    weight may be the rows from `first_row` on of a whole weight of `num_rows` rows, whose scale is given.
+    """
     n, k = weight.shape
-    scale = fp8_scale_2d(scale, n, k)
-    for block in range(scale.shape[0]):
-        rows = weight[block * FP8_BLOCK : (block + 1) * FP8_BLOCK]
+    scale = fp8_scale_2d(scale, n if num_rows is None else num_rows, k)
+    for block in range(first_row // FP8_BLOCK, -(-(first_row + n) // FP8_BLOCK)):
+        start = max(0, block * FP8_BLOCK - first_row)
+        rows = weight[start : (block + 1) * FP8_BLOCK - first_row]
         rows.copy_(rows.float() * scale[block].repeat_interleave(FP8_BLOCK)[:k])
 
 

@@ -7,7 +7,7 @@ bytes are read: a plan needs the places only.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -148,12 +148,43 @@ def checksum(data: torch.Tensor) -> str:
     return hashlib.blake2b(data.numpy().data, digest_size=16).hexdigest()
 
 
-def original_checksums(blob: Blob, storages: Iterable[torch.Tensor]) -> list[str]:
-    """A checksum of each storage, then one of the pad, which is zero. storages: uint8 [nbytes] each."""
+@dataclass(frozen=True)
+class Cut:
+    """Bytes [start, end) of a blob that lie in one storage and in one row."""
+
+    storage: int
+    row: int
+    start: int
+    end: int
+
+
+def cuts(blob: Blob) -> list[Cut]:
+    """The storages of a blob, cut where a row ends; in order. Each has a checksum of its own."""
+    found = []
+    for i, storage in enumerate(blob.storages):
+        at, end = storage.offset, storage.offset + storage.nbytes
+        while at < end:
+            row = at // blob.row_nbytes
+            until = min(end, (row + 1) * blob.row_nbytes)
+            found.append(Cut(i, row, at, until))
+            at = until
+    return found
+
+
+def original_checksums(blob: Blob, storages: Sequence[torch.Tensor]) -> list[str]:
+    """A checksum of each cut, then one of the pad, which is zero. storages: uint8 [nbytes] each."""
+    sums = []
+    for cut in cuts(blob):
+        offset = blob.storages[cut.storage].offset
+        sums.append(checksum(storages[cut.storage][cut.start - offset : cut.end - offset]))
+    return [*sums, pad_checksum(blob)]
+
+
+def pad_checksum(blob: Blob) -> str:
+    """What the bytes of a blob that belong to no storage must have."""
     import torch
 
-    pad = torch.zeros(blob.nbytes - blob.moved_nbytes, dtype=torch.uint8)
-    return [checksum(data) for data in storages] + [checksum(pad)]
+    return checksum(torch.zeros(blob.nbytes - blob.moved_nbytes, dtype=torch.uint8))
 
 
 def gathered_checksums(blob: Blob, data: torch.Tensor) -> list[str]:
@@ -163,7 +194,7 @@ def gathered_checksums(blob: Blob, data: torch.Tensor) -> list[str]:
     ends = [(storage.offset, storage.offset + storage.nbytes) for storage in blob.storages]
     gaps = zip([0, *(end for _, end in ends)], [*(start for start, _ in ends), blob.nbytes])
     pad = torch.cat([data[start:end] for start, end in gaps])
-    return [checksum(data[start:end]) for start, end in ends] + [checksum(pad)]
+    return [checksum(data[cut.start : cut.end]) for cut in cuts(blob)] + [checksum(pad)]
 
 
 def first_difference(left: torch.Tensor, right: torch.Tensor) -> int | None:

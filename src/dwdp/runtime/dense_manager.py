@@ -15,9 +15,10 @@ from dwdp.runtime.counters import Counters
 from dwdp.weights.transfers import PER_SLICE, Transfer
 
 if TYPE_CHECKING:
+    from dwdp.partition.parts import Part
     from dwdp.runtime.dense import DenseRuntime
     from dwdp.runtime.experts import ExpertRuntime
-    from dwdp.runtime.load_rows import LoadedRows, Sink
+    from dwdp.runtime.load_rows import LoadedRows
     from dwdp.runtime.setup_dense import DenseWeights
 
 logger = logging.getLogger(__name__)
@@ -78,21 +79,21 @@ class DenseDwdpManager:
         self._no_roots_logged = True
         return False
 
-    def make_room(self, model, *, domain, group) -> Mapping[str, Sink]:
+    def make_room(self, model, *, domain, group) -> Mapping[str, Part]:
         """With `load: sharded`, for a model on the meta device: allocates this rank's rows. Without a collective.
 
-        Returns what takes the values of the parameters that move, by name; nothing else of the model changes. A model
-        that was loaded so is unusable after a set-up that fails.
+        Returns what is read of the parameters that move, by name; nothing of the model changes. A model that was loaded
+        so is unusable after a set-up that fails.
         """
         from dwdp.runtime.load_rows import LoadedRows
 
         if self.config.load != "sharded" or not self.check_model(model):
             return {}
         loaded = LoadedRows(model, self.config, domain, group)
-        if not loaded.sinks:  # nothing is covered: an ordinary load, and set-up says so
+        if not loaded.parts:  # nothing is covered: an ordinary load, and set-up says so
             return {}
         self._loaded = loaded
-        return loaded.sinks
+        return loaded.parts
 
     def drop_loaded(self) -> None:
         """Gives back what a load that failed had allocated; idempotent."""

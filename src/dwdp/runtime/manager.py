@@ -18,8 +18,8 @@ from dwdp.runtime.teardown import attempt, give_back
 from dwdp.weights.transfers import Transfer
 
 if TYPE_CHECKING:
+    from dwdp.partition.parts import Part
     from dwdp.runtime.experts import ExpertRuntime
-    from dwdp.runtime.load_rows import Sink
     from dwdp.runtime.setup_experts import LoadedTables
     from dwdp.runtime.update import OpenSource
 
@@ -73,10 +73,10 @@ class DwdpManager:
         if self.dense is not None:
             self.dense.check_model(model)
 
-    def prepare(self, model) -> Mapping[str, Sink]:
+    def prepare(self, model) -> Mapping[str, Part]:
         """Lets a model on the meta device be loaded straight into this rank's handles: its expert tables become
-        tensors over them. Optional and without a collective; refuses as `check_model` does. Returns what takes the
-        values of parameters that get no memory in the model, by name (`load: sharded`).
+        tensors over them. Optional and without a collective; refuses as `check_model` does. Returns what is read of
+        parameters that get no memory in the model, by name (`load: sharded`).
 
         A model that was prepared cannot be as it was after a set-up that fails: `model.unusable` is then the error.
         Everything is given back by `release`, whether `setup` was reached or not.

@@ -28,10 +28,10 @@ from dwdp.errors import DwdpError, GroupError, GroupTimeoutError, RankDiedError,
 from dwdp.group.ranks import compare_reports, join_problems
 from dwdp.memory.exchange import Exported, close_exported, exchange_handles
 from dwdp.partition.collect import Collected
-from dwdp.partition.layout import Blob, DenseLayout, first_difference, original_checksums
+from dwdp.partition.layout import Blob, DenseLayout, cuts, first_difference, original_checksums
 from dwdp.runtime.dense_schedule import slot_name
 from dwdp.runtime.leaks import find_leaks
-from dwdp.runtime.load_rows import LoadedRows, collect_dense, new_row_store
+from dwdp.runtime.load_rows import LoadedRows, all_checksums, collect_dense, new_row_store
 from dwdp.runtime.slots import DenseSlots, MappedSlots, gather_plans, mapped_slot_bytes, slot_bytes
 from dwdp.runtime.watchdog import SlotChecker
 from dwdp.weights.copy import run_plan
@@ -152,14 +152,18 @@ class DenseSetup:
 
     def _p1_compare(self) -> bool:
         """Whether dense DWDP goes on; False when it is off on every rank."""
-        error, report = None, {}
+        error, report, loaded = None, {}, None
         if self.config.enabled:
+            self.checksums = []
             error, report = _attempt(self._local_report)
+        if error is None and self.loaded is not None:
+            error, loaded = _attempt(self.loaded.checksums)
         mine = {
             "enabled": self.config.enabled,
             "required": self.config.required,
             "error": _text(error),
             "report": report or {},
+            "loaded": loaded,
         }
         # The error rides in the payload: whether its ranks raise or serve on needs every rank's switches.
         reports = _collective(error, self.group.vote_with, "dense P1", None, mine)
@@ -174,6 +178,8 @@ class DenseSetup:
         problems = what_differs([report["report"] for report in reports])
         if problems:
             raise DwdpError(f"dense DWDP cannot be set up, the ranks differ: {problems}")
+        if self.loaded is not None:  # on every rank, since `load` is compared
+            self.checksums = all_checksums(self.layout, [report["loaded"] for report in reports])
         return True
 
     def _local_report(self) -> dict[str, dict[str, str]]:
@@ -190,16 +196,14 @@ class DenseSetup:
         settings["transfer (dense_dwdp.copy, gather_kernel)"] = str(self.transfer)
         layout = {"granularity of memory": str(self.domain.granularity), "layout digest": self.layout.digest}
         weights = {}
-        self.checksums = []
         for number, blob in enumerate(self.layout.blobs):
-            if self.loaded is None:
-                sums = original_checksums(blob, self._originals(number))
-            else:
-                sums = self.loaded.checksums(number)
+            sums = original_checksums(blob, self._originals(number)) if self.loaded is None else []
             self.checksums.append(sums)
-            for i, (storage, value) in enumerate(zip(blob.storages, sums)):
+            for i, storage in enumerate(blob.storages):
                 layout[f"{blob.name} storage {i}"] = storage.describe()
-                weights[f"the checksum of {storage.name} ({blob.name})"] = value
+                if self.loaded is None:
+                    of_storage = [value for cut, value in zip(cuts(blob), sums) if cut.storage == i]
+                    weights[f"the checksum of {storage.name} ({blob.name})"] = " ".join(of_storage)
         self._check_memory()
         return {"settings": settings, "layout": layout, "weights": weights}
 

@@ -18,7 +18,7 @@ from dwdp.runtime.teardown import attempt, give_back
 from dwdp.weights.transfers import Transfer
 
 if TYPE_CHECKING:
-    from dwdp.runtime.load_rows import Sink
+    from dwdp.partition.parts import Part
     from dwdp.runtime.update import OpenSource
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class StandaloneDenseManager(DenseDwdpManager):
 
     # ---- set-up ----
 
-    def prepare(self, model) -> Mapping[str, Sink]:
+    def prepare(self, model) -> Mapping[str, Part]:
         """Before a model on the meta device is loaded; refuses as `check_model` does. See `make_room`."""
         self.check_model(model)
         return self.make_room(model, domain=self.domain, group=self.group)

@@ -127,17 +127,18 @@ class RowStore:
 
     def write_row(self, number: int, storages: Iterable[torch.Tensor]) -> None:
         """Writes this rank's row of blob `number`; storages: uint8 [nbytes] each, as the blob lists them."""
-        for i, (_, data) in enumerate(zip(self.layout.blobs[number].storages, storages, strict=True)):
-            self.write_storage(number, i, data)
-
-    def write_storage(self, number: int, i: int, data: torch.Tensor) -> None:
-        """Writes what lies in this rank's row of storage i of blob `number`; data: uint8 [nbytes], all of it."""
         blob = self.layout.blobs[number]
-        spec, start = blob.storages[i], self.rank * blob.row_nbytes
-        first, last = max(start, spec.offset), min(start + blob.row_nbytes, spec.offset + spec.nbytes)
-        if first < last:
-            row = self.row(self.rank, number)
-            row[first - start : last - start].copy_(data[first - spec.offset : last - spec.offset])
+        start = self.rank * blob.row_nbytes
+        for i, (spec, data) in enumerate(zip(blob.storages, storages, strict=True)):
+            first, last = max(start, spec.offset), min(start + blob.row_nbytes, spec.offset + spec.nbytes)
+            if first < last:
+                self.write_part(number, i, data[first - spec.offset : last - spec.offset])
+
+    def write_part(self, number: int, i: int, data: torch.Tensor) -> None:
+        """Writes the part of storage i of blob `number` that lies in this rank's row; data: uint8, that part."""
+        blob = self.layout.blobs[number]
+        at = max(0, blob.storages[i].offset - self.rank * blob.row_nbytes)
+        self.row(self.rank, number)[at : at + data.numel()].copy_(data)
 
     def exports(self) -> list[Exported]:
         """This rank's handles, exported, to be sent to the peers."""
