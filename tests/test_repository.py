@@ -118,6 +118,13 @@ def test_every_name_of_the_tour_exists():
     assert not missing
 
 
+def test_the_tour_lists_every_module_once_and_nothing_else():
+    tour = (ROOT / "docs" / "tour.md").read_text()
+    listed = re.findall(r"^- `([\w/]+\.py)`: ", tour.partition("## Every file")[2], re.M)
+    modules = [str(path.relative_to(SOURCE)) for path in FILES if path.name != "__init__.py"]
+    assert sorted(listed) == sorted(modules)
+
+
 def test_files_named_in_readme_and_docs_exist():
     missing = []
     for document in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:

@@ -22,8 +22,8 @@ from dwdp import LLM, SamplingParams
 from dwdp.errors import DwdpError, GroupError, GroupTimeoutError, RankDiedError
 from dwdp.executor.messages import WorkItem
 from dwdp.group.backends import StoreGroup
-from dwdp.group.exchange import TensorExchange
 from dwdp.group.ranks import Host
+from dwdp.group.tensors import TensorExchange
 from dwdp.group.threads import run_rank_threads
 from dwdp.model.lockstep import LockstepExperts
 from tests.executor.checkpoints import write_tiny

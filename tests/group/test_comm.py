@@ -9,8 +9,10 @@ import pytest
 import torch.distributed as dist
 
 from dwdp.errors import ConfigError, GroupError, GroupTimeoutError
+from dwdp.group import comm
 from dwdp.group.backends import StoreGroup, publish_abort
 from dwdp.group.fds import close_fds
+from dwdp.group.place import ALIVE, GONE, LOOK_SECONDS
 from dwdp.group.threads import run_rank_threads
 from tests.support.groups import outcome
 
@@ -252,6 +254,63 @@ def test_late_and_double_ranks_are_refused_by_name_and_do_not_disturb_the_group(
     me = f"rank 1 (pid {os.getpid()} on "
     assert texts[0].startswith(me) and f"is refused: pid {os.getpid()}" in texts[0]
     assert texts[1].startswith(me) and "came too late: the group 'dwdp' has finished its setup" in texts[1]
+
+
+@pytest.mark.parametrize("bound", [None, 0.3])
+def test_the_option_of_the_deadline_is_named_only_where_it_is_the_deadline(bound):
+    def body(group):
+        group.join({})
+        if group.rank == 1:
+            return None
+        with pytest.raises(GroupTimeoutError, match="rank 1 of 2 did not come to 'alone'") as caught:
+            group.barrier("alone", timeout_seconds=bound)
+        return "DWDP_RENDEZVOUS_TIMEOUT_S" in str(caught.value)
+
+    store, found = dist.HashStore(), {}
+
+    def run(rank):
+        with StoreGroup(store, rank, 2, timeout_seconds=1.0) as group:
+            found[rank] = body(group)
+            done.wait(10)
+
+    done = threading.Barrier(2)
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    [t.start() for t in threads]
+    [t.join() for t in threads]
+    assert found == {0: bound is None, 1: None}
+
+
+def test_a_rank_that_looks_gone_once_is_not_dead(monkeypatch):
+    """Fails when one look is enough: a rank's post, or what it failed with, may be on its way."""
+    seen = iter([GONE])
+    monkeypatch.setattr(comm, "look_at", lambda *args: next(seen, ALIVE))
+
+    def body(group):
+        group.announce()
+        if group.rank == 1:
+            time.sleep(3 * LOOK_SECONDS)
+        return len(group.join({}))
+
+    assert run_rank_threads(2, body, timeout=10) == [2, 2]
+    assert next(seen, None) is None, "somebody looked"
+
+
+def test_a_group_may_be_set_up_again_and_its_numbers_go_on():
+    """Fails when every end of a setup starts the numbers again: the third then finds the posts of the second."""
+    came_late = threading.Event()
+
+    def body(group):
+        group.join({})
+        for _ in range(2):
+            group.mark_setup_done()
+        if group.rank == 1:
+            came_late.wait(0.3)
+            came_late.set()
+        group.mark_setup_done()
+        assert came_late.is_set()
+        return group.allgather_object("after", group.rank)
+
+    assert run_rank_threads(2, body, timeout=10) == [[0, 1]] * 2
 
 
 def test_a_process_outside_can_end_a_setup_in_the_name_of_a_dead_rank():

@@ -3,12 +3,13 @@
 import logging
 import os
 import threading
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
 
 from dwdp.errors import MemoryDomainError
 from dwdp.group.comm import Group
+from dwdp.group.ranks import Host
 from dwdp.group.threads import run_rank_threads
 from dwdp.memory.capability import choose_handle_type, probe_handle_types
 from dwdp.memory.exchange import close_exported, exchange_handles
@@ -18,7 +19,10 @@ NOT_SUPPORTED = CUresult.CUDA_ERROR_NOT_SUPPORTED
 
 
 def choose(n=2, *, hosts=None, handle_type="auto", machine=None, per_rank=None, **driver_options):
-    """choose_handle_type on n rank threads -> each rank's type, or its error; nothing stays behind."""
+    """choose_handle_type on n rank threads -> each rank's type, or its error; nothing stays behind.
+
+    hosts: of each rank its host's name, or (identity, name).
+    """
     machine = machine or FakeMachine()
     before = len(os.listdir("/proc/self/fd"))
     drivers = []
@@ -26,8 +30,9 @@ def choose(n=2, *, hosts=None, handle_type="auto", machine=None, per_rank=None, 
     def run(group):
         options = {**driver_options, **(per_rank or {}).get(group.rank, {})}
         if hosts:
-            group.info = SimpleNamespace(host=hosts[group.rank], describe=str)
-            options["host"] = hosts[group.rank]
+            group._hosts = [Host(*host) if isinstance(host, tuple) else Host(host, host) for host in hosts]
+            group.info = replace(group.info, host=group._hosts[group.rank].name)
+            options["host"] = group._hosts[group.rank].id
         driver = FakeDriver(machine, **options)
         drivers.append(driver)
         forced = handle_type[group.rank] if isinstance(handle_type, list) else handle_type
@@ -83,8 +88,13 @@ def test_fabric_spans_two_hosts():
 def test_two_hosts_without_fabric_are_an_error_that_names_rank_call_result_and_cure():
     text = one_error(choose(2, hosts=["a", "b"], imex=True, per_rank={1: {"imex": False}}))
     assert "FABRIC: rank 1: cuMemCreate failed with CUDA_ERROR_NOT_PERMITTED (800)" in text
-    assert "POSIX_FD: the ranks are on 2 hosts (a, b)" in text
+    assert "POSIX_FD: the ranks span host a (rank 0), host b (rank 1), descriptors stay on one host" in text
     assert "/dev/nvidia-caps-imex-channels" in text and "nvidia-smi -q" in text
+
+
+def test_containers_of_one_host_with_names_of_their_own_pass_descriptors():
+    """Fails when hosts are told by their names, which differ from container to container."""
+    assert choose(2, hosts=[("one machine", "container-a"), ("one machine", "container-b")]) == ["posix_fd"] * 2
 
 
 @pytest.mark.parametrize("call", ["cuMemCreate", "cuMemExportToShareableHandle", "cuMemImportFromShareableHandle"])
@@ -125,7 +135,7 @@ def test_a_forced_type_is_the_only_one_tried_and_its_failure_is_an_error():
     assert text.startswith("FABRIC handles were asked for and do not work") and "NOT_PERMITTED" in text
     assert "imex-channels" in text and "POSIX_FD" not in text
     text = one_error(choose(2, imex=True, hosts=["a", "b"], handle_type="posix_fd"))
-    assert "POSIX_FD handles were asked for and do not work" in text and "2 hosts (a, b)" in text
+    assert "POSIX_FD handles were asked for and do not work" in text and "span host a (rank 0), host b" in text
 
 
 def test_ranks_that_were_asked_for_different_types_are_told():

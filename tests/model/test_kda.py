@@ -28,7 +28,7 @@ def inputs(tokens, heads=2, keys=16, values=8, batch=2, gate=None, dtype=torch.f
 
 
 def independent_recurrence(q, k, v, g, beta, state):
-    """The specification's lines, one sequence, head and token at a time, in fp64 matrices."""
+    """The formulas, one sequence, head and token at a time, in fp64 matrices."""
     out, last = torch.zeros_like(v, dtype=torch.float64), torch.zeros_like(state, dtype=torch.float64)
     for b in range(q.shape[0]):
         for h in range(q.shape[2]):

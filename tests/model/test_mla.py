@@ -17,7 +17,7 @@ def block(dtype=torch.float64, **changes) -> tuple[LatentAttention, object]:
 
 
 def by_formula(b: LatentAttention, config, x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
-    """One sequence [T, hidden], one head at a time, as the specification writes it."""
+    """One sequence [T, hidden], one head at a time."""
 
     def rms(v, weight):
         return v / (v.square().mean(-1, keepdim=True) + eps).sqrt() * weight

@@ -22,7 +22,7 @@ def moe(dtype=torch.float32, **changes) -> LatentMoE:
 
 
 def by_formula(block: LatentMoE, x: torch.Tensor) -> torch.Tensor:
-    """The specification's lines for one token in fp64, with K3's constants written out."""
+    """The formulas for one token in fp64, with K3's constants written out."""
 
     def lin(weight, v):
         return weight.double() @ v

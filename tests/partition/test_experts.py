@@ -1,4 +1,4 @@
-"""Who stores which experts, judged against definitions written here from the specification alone."""
+"""Who stores which experts, judged against definitions written here, apart from the code's."""
 
 import subprocess
 import sys

@@ -25,7 +25,7 @@ from dwdp.executor.create import build_rank
 from dwdp.executor.settings import resolve
 from dwdp.group.backends import StoreGroup, host_store, open_store
 from dwdp.group.comm import Group
-from dwdp.group.descriptors import Exchange
+from dwdp.group.descriptors import DescriptorExchange
 from dwdp.group.handshake import Handshake
 from dwdp.group.posts import Deadline
 from dwdp.memory.host import HostDomain
@@ -100,7 +100,7 @@ def arm(at: str, fault) -> None:
     elif kind == "posted":
         before(StoreGroup, "_wait", fault, lambda group, keys, post, *rest: post.tag == tag)
     elif kind == "exchange":
-        before(Exchange, "run", fault, lambda exchange, *rest: exchange.what == repr(tag))
+        before(DescriptorExchange, "run", fault, lambda exchange, *rest: exchange.what == repr(tag))
     else:
         before(StoreGroup, "_collect", fault, lambda group, post, *rest: post.tag == at)
 

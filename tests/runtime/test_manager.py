@@ -17,11 +17,12 @@ import torch
 
 from dwdp.config.schema import DenseConfig, DwdpConfig
 from dwdp.device.host import HostDevice
-from dwdp.errors import DwdpError, ModelReleasedError, PrefetchRingMemoryError
+from dwdp.errors import DwdpError, GroupError, ModelReleasedError, ModelUnusableError, PrefetchRingMemoryError
 from dwdp.group.threads import run_rank_threads
 from dwdp.memory.host import HostDomain
 from dwdp.model.decoder import KimiK3Model
 from dwdp.partition.experts import ExpertPartition
+from dwdp.runtime import dense
 from dwdp.runtime import manager as manager_module
 from dwdp.runtime.manager import DenseDwdpManager, DwdpManager, current_dense_manager, refuse_weight_change
 from dwdp.runtime.setup_experts import outside_bytes
@@ -390,6 +391,40 @@ def test_a_failure_of_the_last_step_of_set_up_leaves_an_unusable_model_and_nothi
             rank.model(IDS)
 
     on_ranks(2, body, dense=dense_config())
+
+
+def test_a_dense_runtime_that_cannot_be_made_behind_the_commit_leaves_nothing_and_ends_the_others(monkeypatch):
+    """Fails when the rows and slots of a commit without a runtime are nobody's to give back."""
+    real = dense.DenseRuntime.__init__
+
+    def init(self, device, *args, **options):
+        if device is broken[0]:
+            raise OSError("no more events")
+        real(self, device, *args, **options)
+
+    monkeypatch.setattr(dense.DenseRuntime, "__init__", init)
+    broken = [None]
+
+    def body(rank):
+        if rank.group.rank == 1:
+            broken[0] = rank.device
+        rank.group.barrier("one is broken")
+        with pytest.raises((OSError, GroupError), match="no more events") as caught:
+            rank.setup()
+        assert isinstance(caught.value, OSError) is (rank.group.rank == 1)
+        assert rank.domain.live() == NOTHING_LIVE
+        if rank.group.rank == 1:  # the other may have heard of it in the last vote and be as it was
+            with pytest.raises(ModelUnusableError, match="no more events"):
+                rank.model(IDS)
+        return True
+
+    def alone(rank):
+        try:
+            return body(rank)
+        finally:
+            rank.group.barrier = lambda *args, **options: None  # it was aborted
+
+    assert on_ranks(2, alone, dense=dense_config()) == [True, True]
 
 
 def test_an_expert_weight_inside_a_dense_slot_is_refused_before_the_transport(monkeypatch):

@@ -176,6 +176,16 @@ def test_a_demanded_kernel_that_the_device_cannot_run_is_refused_and_auto_takes_
     setting.close()
 
 
+@pytest.mark.parametrize("call", ["cuModuleGetFunction", "cuFuncSetAttribute"])
+def test_a_kernel_that_is_not_found_or_cannot_have_its_memory_is_unloaded_again(setting, call):
+    setting.api.fail[call] = CUresult.CUDA_ERROR_INVALID_VALUE
+    unloaded = []
+    setting.api.fail["cuModuleUnload"] = lambda module: unloaded.append(module)
+    with pytest.raises(DwdpError, match=call):
+        GatherKernel(setting.driver, 0, "tma", compiler=no_compiler)
+    assert len(unloaded) == 1
+
+
 def test_closing_logs_what_fails_and_frees_the_rest(setting, caplog):
     copy, kernel = prepared(setting, "tma", setting.slices(PARTS))
     frees = []

@@ -10,7 +10,7 @@ import torch
 from dwdp.executor.create import digest
 from dwdp.executor.loop import SimpleLoop
 from dwdp.executor.messages import RankSettings, WorkItem, WorkResult, one_line
-from dwdp.group.exchange import TensorExchange
+from dwdp.group.tensors import TensorExchange
 from dwdp.model.lockstep import LockstepExperts
 from dwdp.partition.experts import ExpertPartition
 

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from dwdp import env
 from dwdp.errors import GroupError, GroupTimeoutError
 from dwdp.group.collectives import PROGRESS_SECONDS
-from dwdp.group.comm import LOOK_SECONDS, Group
-from dwdp.group.place import Place
+from dwdp.group.comm import Group
+from dwdp.group.place import LOOK_SECONDS, Place
 from dwdp.group.posts import Abort, Deadline, Post
 from dwdp.group.ranks import Host
 from dwdp.group.store_client import HOST_LOOK_SECONDS, StoreClient
@@ -73,7 +73,7 @@ class StoreGroup(Group):
 
     def dense_group(self) -> StoreGroup:
         return StoreGroup(
-            self._store.clone(),
+            self._store.clone(Deadline(self.timeout_seconds, "dense group")),
             self.rank,
             self.size,
             name=f"{self.name}-dense",
@@ -85,7 +85,8 @@ class StoreGroup(Group):
         )
 
     def exchange_store(self) -> tuple[dist.Store, None]:
-        return dist.PrefixStore(f"{self.name}/exchange", self._store.clone()), None
+        store = self._store.clone(Deadline(self.timeout_seconds, "exchange"))
+        return dist.PrefixStore(f"{self.name}/exchange", store), None
 
     def _key(self, *parts: object) -> str:
         return "/".join((self.name, *map(str, parts)))

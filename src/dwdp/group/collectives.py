@@ -146,10 +146,10 @@ class Collectives(ABC):
         self._fail(Abort("mismatch", self.rank, text))
 
     def _raise_timeout(self, missing: Sequence[int], post: Post, deadline: Deadline) -> None:
+        option = "; the deadline is DWDP_RENDEZVOUS_TIMEOUT_S" if deadline.seconds == self.timeout_seconds else ""
         text = (
             f"{name_ranks(missing)} of {self.size} did not come to {post.tag!r} of group {self.name!r} "
-            f"within {deadline.seconds:g} s (collective {post.number} of {self._phase}; the deadline is "
-            "DWDP_RENDEZVOUS_TIMEOUT_S)"
+            f"within {deadline.seconds:g} s (collective {post.number} of {self._phase}{option})"
         )
         self._fail(Abort("timeout", self.rank, text))
 

@@ -19,7 +19,7 @@ from dwdp.errors import GroupError, GroupTimeoutError, RankDiedError
 from dwdp.group.collectives import Collectives
 from dwdp.group.fds import close_fds
 from dwdp.group.joining import ONE_HOST, join_report, judge, other_tokens, spans_hosts
-from dwdp.group.place import GONE, Place, look_at
+from dwdp.group.place import GONE, LOOK_SECONDS, Place, look_at
 from dwdp.group.posts import Abort, Deadline, Post
 from dwdp.group.ranks import Host, RankInfo, join_problems, name_hosts
 from dwdp.group.sockets import PeerSockets
@@ -31,8 +31,6 @@ CONNECT_SECONDS = 8.0
 ranks that do not share one are to fail within 10 s."""
 LAST_SOCKET_SECONDS = 0.5
 """How long the kernel may take to close a killed process's sockets, one after the other."""
-LOOK_SECONDS = 0.25
-"""How often a rank that waits for others before they are connected looks whether they live."""
 
 
 class Group(Collectives):
@@ -102,7 +100,7 @@ class Group(Collectives):
 
     @abstractmethod
     def exchange_store(self) -> tuple[Any, Any]:
-        """Collective: (a torch store that every rank reaches, what keeps it alive here). See exchange.py."""
+        """Collective: (a torch store that every rank reaches, what keeps it alive here). See tensors.py."""
 
     @abstractmethod
     def _release(self) -> None:
@@ -327,13 +325,14 @@ class Group(Collectives):
 
     def mark_setup_done(self) -> None:
         """The last collective of setup: from here on late joiners are refused, and teardown has a fresh key
-        space.
+        space. Again, after another setup of the same group, it is a barrier.
 
         A rank that dies later disturbs the others only in a collective that needs it.
         """
         self.barrier("setup done")
-        self._phase = "serving"
-        self._number = 0
+        if self._phase == "serving":
+            return  # numbers start once in a key space
+        self._phase, self._number = "serving", 0
         self._refuse_late_joiners(Deadline(self.timeout_seconds, "setup done"))
 
     def close(self) -> None:

@@ -28,7 +28,7 @@ PEER_GONE = frozenset({errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN})
 _OWN_FAULT = frozenset({errno.EBADF})
 
 
-class Exchange:
+class DescriptorExchange:
     """One run of `PeerSockets.exchange`: sends and receives at once, so that full buffers cannot deadlock."""
 
     def __init__(self, peers, number: int, fds: list[int], counts: list[int], what: str) -> None:

@@ -37,12 +37,11 @@ from dwdp.group.links import (
     send_message,
 )
 from dwdp.group.parent import socket_address
-from dwdp.group.place import ALIVE, GONE, UNSEEN, Listener, Place, look_at
+from dwdp.group.place import ALIVE, GONE, LOOK_SECONDS, UNSEEN, Listener, Place, look_at
 from dwdp.group.ranks import name_ranks
 
 logger = logging.getLogger(__name__)
 
-LOOK_SECONDS = 0.25
 GREETING_SECONDS = 1.0
 """How long a connection may take to say who it is."""
 MAX_HANG_UPS = 3
@@ -103,8 +102,7 @@ class Handshake:
                 if now - start > seconds and (missing := self._missing()):
                     raise GroupTimeoutError(
                         f"{name_ranks(missing)} of {self.size} did not come to {what!r} of group {self.group!r} within "
-                        f"{seconds:g} s ({'; '.join(self._where(peer) for peer in missing)}; the deadline is "
-                        "DWDP_RENDEZVOUS_TIMEOUT_S)"
+                        f"{seconds:g} s ({'; '.join(self._where(peer) for peer in missing)})"
                     )
         finally:
             for one in self._open.values():

@@ -31,6 +31,8 @@ from dwdp.group.ranks import Host
 ALIVE, GONE, UNSEEN = "alive", "gone", "unseen"
 """Of a rank's socket; unseen: its folder is another one, or not visible in this mount namespace, so nobody can tell."""
 
+LOOK_SECONDS = 0.25
+"""How often a rank that waits for others before they are connected looks whether they live."""
 PROBE_TCP_SECONDS = 0.3
 STALE_SECONDS = 60.0
 """How old a socket must be to count as left over: one that is being made is refused too, for a moment."""

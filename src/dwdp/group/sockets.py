@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from dwdp.errors import GroupError, RankDiedError
-from dwdp.group.descriptors import PEER_GONE, Exchange
+from dwdp.group.descriptors import PEER_GONE, DescriptorExchange
 from dwdp.group.fds import close_fds
 from dwdp.group.handshake import Handshake
 from dwdp.group.links import Failed, Goodbye, receive_message, send_message
@@ -148,7 +148,7 @@ class PeerSockets:
         caller owns what is returned.
         """
         self._exchanges += 1
-        exchange = Exchange(self, self._exchanges, list(fds), list(counts), what)
+        exchange = DescriptorExchange(self, self._exchanges, list(fds), list(counts), what)
         try:
             exchange.run(deadline, check)
         except BaseException:

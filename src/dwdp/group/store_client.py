@@ -75,7 +75,9 @@ class StoreClient:
             try:
                 return future.result(max(0.0, min(HOST_LOOK_SECONDS, remaining)))
             except TimeoutError:
-                if future.done() or remaining <= HOST_LOOK_SECONDS:
+                if future.done():
+                    return future.result()  # it came just now, or the store itself says that it took too long
+                if remaining <= HOST_LOOK_SECONDS:
                     raise
             if self._is_host_gone():
                 raise RuntimeError("it does not answer any more")
@@ -94,9 +96,10 @@ class StoreClient:
             logger.debug("no address of this machine leads to the store at %s:%s: %s", host, port, error)
             return None
 
-    def clone(self) -> dist.Store:
-        """A connection of its own to the same store: a call that waits on one does not hold up the other."""
-        return self._store.clone()
+    def clone(self, deadline: Deadline) -> dist.Store:
+        """A connection of its own to the same store: a call that waits on one does not hold up the other. Raises as
+        `call` does."""
+        return self.call("clone", deadline=deadline)
 
     def get_all(self, keys: list[str], deadline: Deadline) -> list[bytes]:
         if self._store.has_extended_api():

@@ -39,7 +39,6 @@ class Outcome(msgspec.Struct):
 class Offer(msgspec.Struct):
     """A rank's part in the first collective. handle: its exported fabric handle; pattern: what its granules hold."""
 
-    host: str
     forced: str | None
     pattern: bytes
     outcomes: dict[str, Outcome]
@@ -81,19 +80,18 @@ def _choose(domain: CudaDomain, group, trials: dict[str, _Trial]) -> str:
         trial.offer(pattern)
     handle = trials[FABRIC].exported if FABRIC in trials else None
     outcomes = {name: trial.outcome for name, trial in trials.items()}
-    mine = Offer(group.info.host, domain.forced_handle_type, pattern, outcomes, handle or b"")
+    mine = Offer(domain.forced_handle_type, pattern, outcomes, handle or b"")
     offers = _gather(group, "handle types", mine, Offer)
     forced = sorted({str(offer.forced or "auto") for offer in offers})
     if len(forced) > 1:
         raise MemoryDomainError(f"the ranks were asked for different handle types: {', '.join(forced)}")
     _refuse_shortage([offer.outcomes for offer in offers])
-    hosts = sorted({offer.host for offer in offers})
     neighbour = (group.rank - 1) % group.size
     reasons: dict[str, list[str]] = {}
     for name, trial in trials.items():
         failed = _failures(offer.outcomes[name] for offer in offers)
-        if name == POSIX_FD and len(hosts) > 1:
-            failed = [f"the ranks are on {len(hosts)} hosts ({', '.join(hosts)}), descriptors stay on one"]
+        if name == POSIX_FD and group.several_hosts:
+            failed = [f"the ranks span {group.several_hosts}, descriptors stay on one host"]
         if not failed:
             if name == FABRIC:
                 received = [offer.handle for offer in offers]
@@ -111,7 +109,7 @@ def _choose(domain: CudaDomain, group, trials: dict[str, _Trial]) -> str:
             logger.info("rank %d shares GPU memory by %s handles (%s)%s", group.rank, name.upper(), how, passed)
             return name
         reasons[name] = failed
-    raise MemoryDomainError(_no_type(reasons, hosts, domain.forced_handle_type))
+    raise MemoryDomainError(_no_type(reasons, group.several_hosts, domain.forced_handle_type))
 
 
 class _Trial:
@@ -224,11 +222,11 @@ def _refuse_shortage(by_rank: list[dict[str, Outcome]]) -> None:
         raise MemoryDomainError(f"the device is out of memory before anything was moved: {join_problems(short)}")
 
 
-def _no_type(reasons: dict[str, list[str]], hosts: list[str], forced: str | None) -> str:
+def _no_type(reasons: dict[str, list[str]], several_hosts: str, forced: str | None) -> str:
     head = f"{forced.upper()} handles were asked for and do not work" if forced else "no handle type works"
     text = f"{head} between the ranks of this group; " + "; ".join(
         f"{name.upper()}: {join_problems(failed)}" for name, failed in reasons.items()
     )
-    if len(hosts) > 1 and FABRIC in reasons:
+    if several_hosts and FABRIC in reasons:
         text += f". Ranks on several hosts need FABRIC: {IMEX_CURE}"
     return text

@@ -21,7 +21,7 @@ from dwdp.errors import GroupError
 from dwdp.model.norms import wide
 
 if TYPE_CHECKING:
-    from dwdp.group.exchange import TensorExchange
+    from dwdp.group.tensors import TensorExchange
     from dwdp.model.moe import RoutedExperts
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from dwdp.errors import DwdpError, ModelReleasedError, ModelUnusableError
 from dwdp.runtime.counters import Counters
+from dwdp.runtime.teardown import give_back
 from dwdp.weights.transfers import PER_SLICE, Transfer
 
 if TYPE_CHECKING:
@@ -144,17 +145,24 @@ class DenseDwdpManager:
         for module in (model, *(layer.layer for layer in setup.collected.roots)):
             module.dense_dwdp_moved = True
         weights = self.weights
-        self.runtime = DenseRuntime(
-            device,
-            DenseSchedule(weights.layout.segments, prefetch_next_pass=self.prefetch_next_pass),
-            weights.layout.positions,
-            weights.plans,
-            counters,
-            strict=self.config.strict,
-            checker=SlotChecker(weights.layout, weights.store, weights.slots, weights.checksums),
-            watch=self.config.debug >= 2,
-            verify_every=verify_every,
-        )
+        try:
+            self.runtime = DenseRuntime(
+                device,
+                DenseSchedule(weights.layout.segments, prefetch_next_pass=self.prefetch_next_pass),
+                weights.layout.positions,
+                weights.plans,
+                counters,
+                strict=self.config.strict,
+                checker=SlotChecker(weights.layout, weights.store, weights.slots, weights.checksums),
+                watch=self.config.debug >= 2,
+                verify_every=verify_every,
+            )
+        except BaseException as error:
+            # Committed, and without a runtime nobody else would give the memory back.
+            model.unusable = error
+            group.abort(error)
+            give_back([self])
+            raise
         install_hooks(self, model, setup.collected.roots)
         if weights.leaks and self.config.strict:
             message = f"dense DWDP (strict): originals are still alive after the commit: {'; '.join(weights.leaks)}"
@@ -191,10 +199,12 @@ class DenseDwdpManager:
     # ---- teardown, step by step, because the steps are agreed among the ranks ----
 
     def drain(self) -> None:
-        """No hook issues anything any more; waits for the copies."""
+        """No hook issues anything any more; waits for the copies. What one of them raised is logged."""
         if self.runtime is not None:
             self.runtime.release()
-            self.runtime.device.drain()
+            error = self.runtime.device.drain()
+            if error is not None:
+                logger.error("a copy failed before dense DWDP was released", exc_info=error)
 
     def unmap_imports(self) -> None:
         """Detaches the model's tensors to empty and gives the mappings of the peers' rows back."""

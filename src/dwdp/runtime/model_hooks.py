@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dwdp.errors import DwdpError, ModelReleasedError
+from dwdp.errors import DwdpError, ModelReleasedError, ModelUnusableError
 from dwdp.partition.roots import LayerRoots
 
 
@@ -62,7 +62,7 @@ class _ForwardHooks:
 
     def before_model(self, module: nn.Module, *_: Any) -> None:
         if getattr(module, "unusable", None) is not None:
-            raise DwdpError(f"this model cannot run: {module.unusable}") from module.unusable
+            raise ModelUnusableError(f"this model cannot run: {module.unusable}") from module.unusable
         self._refuse_released()
         self.reached = False
 

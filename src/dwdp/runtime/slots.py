@@ -70,8 +70,8 @@ class DenseSlots:
         for segment, count in SLOT_COUNTS.items():
             largest = self.layout.largest(segment)
             for i in range(count if largest else 0):
-                nbytes = round_up(largest, granularity)
-                handle = self.domain.create(nbytes, f"dense-{segment}{i}", exportable=False)
+                nbytes, name = round_up(largest, granularity), slot_name(segment, i)
+                handle = self.domain.create(nbytes, f"dense-{name}", exportable=False)
                 self._handles.append(handle)
                 area = self.domain.reserve(nbytes)
                 self._ranges.append(area)
@@ -79,7 +79,7 @@ class DenseSlots:
                 self.domain.seal(handle)
                 handle.close_fd()  # never exported
                 data = self.domain.tensor(area, 0, (largest,), torch.uint8)
-                self.slots[f"{segment}{i}"] = Slot(f"{segment}{i}", data)
+                self.slots[name] = Slot(name, data)
                 self.nbytes += nbytes
 
     def data(self, number: int) -> torch.Tensor:

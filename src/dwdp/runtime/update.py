@@ -99,7 +99,7 @@ class _Update:
         if self.group is not None:
             self.group.barrier("weight update: drained")
         if self.experts is not None:
-            self.experts.invalidate_prefetch()
+            self._attempt(self.experts.invalidate_prefetch)
         announced = self._attempt(self._write)
         sent = self._vote("weight update: rows", announced)
         problems = self._judge(sent)

@@ -3,7 +3,7 @@
 [Note: the gather's workers] A launch is a few resident workers that no order joins: none may need what another has
 done, and any number of them moves every tile once. A worker takes every so many tiles of each peer's row and goes
 round the peers, beginning at another one than its neighbour, so that the links to all peers are busy all the time. The
-twin runs the workers one after the other over the very table that a kernel takes.
+twin runs the workers one after the other. (The CUDA kernel has a table of its own: gather_kernel.py.)
 """
 
 from __future__ import annotations

@@ -81,7 +81,11 @@ class ChecksumKernel:
     def __init__(self, driver: Driver, device_index: int, *, compiler: Compiler = compile_cubin) -> None:
         self.driver = driver
         self._kernels = Kernels(driver, device_index, SOURCE, OPTIONS, compiler=compiler)
-        self.function = self._kernels.function("row_checksums")
+        try:
+            self.function = self._kernels.function("row_checksums")
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         self._kernels.close()

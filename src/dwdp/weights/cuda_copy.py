@@ -140,16 +140,19 @@ class GatherKernel:
             raise ValueError(f"the gather kernel needs at least one CTA, not {num_ctas}")
         self.driver, self.num_ctas = driver, num_ctas
         self._kernels = Kernels(driver, device_index, SOURCE, OPTIONS, compiler=compiler)
-        bulk = self._kernels.capability >= BULK_CAPABILITY
-        if name == "tma" and not bulk:
-            self.close()
-            raise DwdpError(
-                "the gather kernel tma needs compute capability 9.0, device {} has {}.{}; take ldst".format(
-                    device_index, *self._kernels.capability
+        try:
+            bulk = self._kernels.capability >= BULK_CAPABILITY
+            if name == "tma" and not bulk:
+                raise DwdpError(
+                    "the gather kernel tma needs compute capability 9.0, device {} has {}.{}; take ldst".format(
+                        device_index, *self._kernels.capability
+                    )
                 )
-            )
-        self.name = ("tma" if bulk else "ldst") if name == "auto" else name
-        self._function = self._kernels.function(f"gather_{self.name}", dynamic_bytes=SHARED_BYTES[self.name])
+            self.name = ("tma" if bulk else "ldst") if name == "auto" else name
+            self._function = self._kernels.function(f"gather_{self.name}", dynamic_bytes=SHARED_BYTES[self.name])
+        except BaseException:
+            self.close()
+            raise
 
     def launch(self, arguments: Sequence[Any]) -> Launch:
         return Launch(

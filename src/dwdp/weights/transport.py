@@ -263,7 +263,7 @@ class ExpertTransport:
         ]
 
     def probe(self) -> int:
-        """Proves access to every granule of every mapping; returns how many were tried."""
+        """Proves access to every mapping, as `domain.probe` does; returns how many bytes were tried."""
         areas = [table.area for table in self.tables] + self.peer_areas
         return sum(self.domain.probe(area) for area in areas)
 
