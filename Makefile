@@ -21,6 +21,7 @@ test: setup
 check: setup
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m tests.config.observables --check
 	$(PYTHON) -m pytest tests/test_repository.py
 
 bench: setup

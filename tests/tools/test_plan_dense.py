@@ -18,7 +18,7 @@ from dwdp.model.dense_shapes import EMBEDDING, EXCLUDED, MOE_OFF, SMALL, dense_s
 from dwdp.model.loader import load_model
 from dwdp.model.writer import random_checkpoint
 from dwdp.partition.collect import collect
-from dwdp.runtime.slots import slot_bytes
+from dwdp.runtime.slots import page_places, slot_bytes
 from dwdp.tools import plan
 from dwdp.tools.cli import run
 from dwdp.tools.hardware import GPUS
@@ -97,10 +97,11 @@ def test_the_layout_is_the_one_that_the_collector_finds(name, segments, form):
             for chunk_mb, granularity in ((0, GRANULE), (1, 4096), (700, GRANULE)):
                 _, dense = sizes_of(name, form, segments=segments, min_bytes=min_bytes, store_chunk_mb=chunk_mb)
                 planned_dense = dense.on(num_ranks, granularity)
+                own = planned_dense.fullest
                 store = RowStore(SimpleNamespace(granularity=granularity), found.layout, 0, chunk_bytes=chunk_mb << 20)
-                assert planned_dense.stored_bytes == store.nbytes
-                assert planned_dense.handles == tuple(chunk.nbytes for chunk in store.chunks[0])
-                assert planned_dense.slot_bytes == slot_bytes(found.layout, granularity)
+                assert own.stored_bytes == store.nbytes
+                assert own.handles == tuple(chunk.nbytes for chunk in store.chunks[0])
+                assert own.slot_bytes == slot_bytes(found.layout, granularity)
                 assert planned_dense.moved_bytes == found.layout.moved_nbytes
                 assert planned_dense.replicated_bytes == everything - tables - found.layout.moved_nbytes
                 for blob in found.layout.blobs:
@@ -127,21 +128,37 @@ def test_a_loaded_checkpoint_has_the_layout_in_every_format(tmp_path, form, dtyp
         (3, {"min_bytes": 1}),
         (3, {"min_bytes": 1, "store_chunk_mb": 1}),
         (2, {"min_bytes": 16000, "segments": "attn"}),
+        (2, {"min_bytes": 1, "own_rows": "map"}),
+        (3, {"min_bytes": 1, "own_rows": "map"}),
+        (3, {"min_bytes": 16000, "segments": "attn", "own_rows": "map"}),
+        (2, {"min_bytes": 1, "roots": "discover"}),
     ],
     ids=str,
 )
 def test_the_plan_is_the_ledger_of_a_real_set_up(n, settings):
+    """Rank by rank, as ranks differ where own rows are mapped in place; fails when a plan takes one rank's for all."""
+
     def held(rank):
-        ledger = rank.report()["ledger"]
+        ledger, weights = rank.report()["ledger"], rank.manager.dense.weights
         dense = ledger["stored_bytes"] - rank.manager.report["experts"]["stored_bytes"]
-        mapped = len(rank.manager.dense.weights.store.ranges) + len(rank.manager.dense.weights.slots.slots)
+        areas = [*weights.store.ranges.values(), *weights.slots._ranges]
+        mapped = sum(len(area.mappings) for area in areas)
         return ledger["dense_moved_bytes"], dense, ledger["slot_bytes"], ledger["replicated_bytes"], mapped
 
     found = shared(NANO, n, held, dense={"enabled": True} | settings, dtype="bfloat16")
-    dense = sizes_of("nano-k3", **settings)[1].on(n, 4096)
-    expected = (dense.moved_bytes, dense.stored_bytes, dense.slot_bytes, dense.replicated_bytes, dense.mappings)
-    assert found == [expected] * n
-    assert dense.moved_bytes > 0 and len(dense.handles) == (2 if "store_chunk_mb" in settings else 1)
+    dense = sizes_of("nano-k3", **settings)[1].on(n, 4096, page_bytes=2 * 4096)
+    ranks = [dense.rank(rank) for rank in range(n)]
+    assert found == [
+        (dense.moved_bytes, own.stored_bytes, own.slot_bytes, dense.replicated_bytes, own.mappings) for own in ranks
+    ]
+    assert dense.moved_bytes > 0 and dense.mappings == max(own.mappings for own in ranks)
+    document = dense.document()
+    assert document["stored_bytes"] + document["slot_bytes"] == max(own.nbytes for own in ranks)
+    if settings.get("own_rows") == "map":
+        assert len(dense.fullest.handles) == len(dense.layout.blobs)
+        assert len(set(ranks)) > 1, "ranks differ"
+    else:
+        assert len(dense.fullest.handles) == (2 if "store_chunk_mb" in settings else 1)
 
 
 def up(nbytes: int, unit: int) -> int:
@@ -250,6 +267,54 @@ def test_dense_mappings_come_out_of_the_budget(monkeypatch):
     assert plan.make_plan(sizes, plan.Split(8), 2, dense=dense).page_bytes == 16 * MIB
 
 
+def test_own_rows_in_place_share_the_rings_pages_and_the_budget(monkeypatch):
+    """Fails when slots keep small pages where the budget makes the ring's grow."""
+    sizes, dense = sizes_of("kimi-k3", "nvfp4", own_rows="map")
+    plain = plan.make_plan(sizes, plan.Split(8), 2, dense=dense)
+    assert plain.page_bytes == plain.dense.page_bytes == 16 * MIB
+    assert plain.dense.rank(0).mappings == 8 * 184 + sum(
+        len(offsets) for blobs in page_places(plain.dense.layout, 0, GRANULE, 16 * MIB).values() for _, offsets in blobs
+    )
+    most = max(rank.mappings for rank in plain.ranks)
+    monkeypatch.setattr(plan, "MAPPING_BUDGET", most + plain.dense.mappings)
+    assert plan.make_plan(sizes, plan.Split(8), 2, dense=dense).page_bytes == 16 * MIB
+    monkeypatch.setattr(plan, "MAPPING_BUDGET", most - 1)
+    tight = plan.make_plan(sizes, plan.Split(8), 2, dense=dense)
+    assert tight.page_bytes == tight.dense.page_bytes == 32 * MIB
+    monkeypatch.setattr(plan, "MAPPING_BUDGET", 1000)
+    assert plan.smallest_ranks_that_fit(sizes, 2, GPUS["gb300"], dense=dense) is None
+
+
+def test_own_rows_in_place_need_smaller_slots_and_never_a_second_size_of_handles(capsys, tmp_path):
+    file = tmp_path / "server.yaml"
+    file.write_text("dense_dwdp: {own_rows: map}\n")
+    plain, mapped = dense_of(capsys), dense_of(capsys, "--config", str(file))
+    same = ("a_kda_bytes", "a_mla_bytes", "d_bytes", "moved_bytes", "replicated_bytes")
+    assert list(mapped) == list(plain) and [mapped[key] for key in same] == [plain[key] for key in same]
+    assert mapped["slot_bytes"] < plain["slot_bytes"]
+    assert plain["stored_bytes"] < mapped["stored_bytes"] < plain["stored_bytes"] + 2 * 184 * GRANULE
+    options = ["--ranks", "8", "--dense", "--config", str(file)]
+    assert run(["plan", "--model", "kimi-k3", "--gpu", "gb300", *options]) == 0
+    text = capsys.readouterr().out
+    assert "The fullest rank stores a row of each" in text and "184 handles of a row each, mapped in place" in text
+    assert "pages of 16 MiB around the own row" in text
+    refused(capsys, ["plan", "--model", "kimi-k3", *options, "--store-chunk-mb", "64"], "own_rows: map", "64")
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in LARGE])
+def test_roots_that_are_discovered_are_planned_like_declared_ones(name, capsys, tmp_path):
+    for segments in (BOTH, ATTENTION):
+        shapes = dense_shapes(ModelConfig.from_dict(CONFIGS[name]), segments=segments, min_bytes=512)
+        found = collect(
+            meta_model(name, "plain"), num_ranks=3, segments=segments, min_bytes=512, strict=True, without_bytes=True,
+            roots="discover",
+        )  # fmt: skip
+        assert shapes.layout_of(3) == found.layout
+    file = tmp_path / "server.yaml"
+    file.write_text("dense_dwdp: {roots: discover}\n")
+    assert dense_of(capsys, "--config", str(file)) == dense_of(capsys)
+
+
 def dense_of(capsys, *more: str) -> dict:
     assert run(["plan", "--model", "kimi-k3", "--ranks", "8", "--dense", *more, "--json"]) == 0
     return json.loads(capsys.readouterr().out)["dense"]
@@ -292,7 +357,6 @@ def test_the_config_files_expert_section_counts_and_what_no_plan_follows_is_refu
         ("dwdp: {dwdp_size: 8}", ["dwdp_size is 8", "12 ranks"]),
         ("dwdp: {page_granules: 4}", ["dwdp.page_granules 4"]),
         ("dwdp: {mapping_budget: 4}", ["dwdp.mapping_budget 4"]),
-        ("dense_dwdp: {roots: discover}", ["dense_dwdp.roots discover"]),
         ("dense_dwdp: {min_byte: 1}", ["min_byte", "unknown key"]),
         ("replicated: true", ["replicated"]),
     ):

@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass
 from typing import Literal
 
-from dwdp.config.schema import ServeConfig
+from dwdp.config.schema import DenseConfig, ServeConfig
 from dwdp.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -183,6 +183,15 @@ def no_sms(asked: str) -> str:
     return f"{asked} needs a GPU: a host device has no SMs to keep free"
 
 
+def check_store(dense: DenseConfig) -> None:
+    """Raises ConfigError for two settings that would both say how large the handles of the row store are."""
+    if dense.own_rows == "map" and dense.store_chunk_mb:
+        raise ConfigError(
+            f"dense_dwdp.own_rows: map gives every row a handle of its own; store_chunk_mb "
+            f"{dense.store_chunk_mb} does not go with it, set one of them back"
+        )
+
+
 def check_supported(config: ServeConfig, mode: Mode) -> None:
     """Refuses settings that the schema knows and that no code serves yet.
 
@@ -216,11 +225,7 @@ def check_supported(config: ServeConfig, mode: Mode) -> None:
         ]
     dense = config.dense_dwdp
     if dense is not None and mode != "off":
-        if dense.own_rows == "map" and dense.store_chunk_mb:
-            raise ConfigError(
-                f"dense_dwdp.own_rows: map gives every row a handle of its own; store_chunk_mb "
-                f"{dense.store_chunk_mb} does not go with it, set one of them back"
-            )
+        check_store(dense)
         _require(
             dense.load == "whole" or dense.required,
             "dense_dwdp.load: sharded keeps no weights to serve on with after a failed set-up: it needs required "

@@ -296,20 +296,24 @@ def _create_managers(settings, group, rank, options, stages: Stages):
     dense = None if settings.dense_dwdp is None else _dense_config(settings)
     domain, device = _create_memory(config, rank, options, stages)
     model_document = read_config(settings.model)
-    group.join(
-        {
-            "dwdp_config": digest(config.model_dump(mode="json")),
-            "model_config": digest(model_document),
-            "dtype": settings.dtype,
-            "memory": "host",
-            "device": "cpu",
-            "device_uuid": None,
-        }
-    )
+    group.join(join_info(settings, config, model_document, device_uuid=None))
     num_experts = ModelConfig.from_dict(model_document).num_experts
     manager = DwdpManager(config, dense, group=group, domain=domain, device=device, num_experts=num_experts)
     _enter(manager, stages)
     return domain, device, manager
+
+
+def join_info(settings, config, model_document: dict, *, device_uuid: str | None) -> dict:
+    """What a rank tells the others of itself when it joins. device_uuid: of its GPU, None on the host."""
+    return {
+        "dwdp_config": digest(config.model_dump(mode="json")),
+        "model_config": digest(model_document),
+        "dtype": settings.dtype,
+        "memory": "host",
+        "device": "cpu",
+        "device_uuid": device_uuid,
+        "allow_shared_device": config.allow_shared_device,
+    }
 
 
 def _create_standalone(settings, group, rank, options, stages: Stages):

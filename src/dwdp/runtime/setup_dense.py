@@ -220,7 +220,7 @@ class DenseSetup:
         rows = self.store or new_row_store(self.domain, self.layout, self.config, self.group.rank)
         store = rows.nbytes if self.loaded is None else 0  # loaded: allocated, and not free any more
         if rows.mapped:
-            slots = mapped_slot_bytes(rows, self.domain.page_bytes)
+            slots = mapped_slot_bytes(self.layout, rows.rank, self.domain.granularity, self.domain.page_bytes)
         else:
             slots = slot_bytes(self.layout, self.domain.granularity)
         free = self.free_bytes()

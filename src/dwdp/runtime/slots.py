@@ -13,7 +13,7 @@ from dwdp.memory.pages import PagePool
 from dwdp.partition.layout import DenseLayout, StorageSpec, ViewSpec
 from dwdp.runtime.dense_schedule import SLOT_COUNTS, slot_name
 from dwdp.weights.plan import CopyPlan, CopySlice, round_up
-from dwdp.weights.store import RowStore
+from dwdp.weights.store import RowStore, row_composite
 from dwdp.weights.transfers import Transfer, peers_in_turn
 
 if TYPE_CHECKING:
@@ -28,20 +28,21 @@ def slot_bytes(layout: DenseLayout, granularity: int) -> int:
     return sum(count * round_up(sizes[s], granularity) for s, count in SLOT_COUNTS.items())
 
 
-def page_places(store: RowStore, page_bytes: int) -> dict[str, list[tuple[int, list[int]]]]:
+def page_places(
+    layout: DenseLayout, rank: int, granularity: int, page_bytes: int
+) -> dict[str, list[tuple[int, list[int]]]]:
     """Slot -> (blob number, offsets of slot pages in its range) of each of its blobs: own rows mapped in place."""
     places: dict[str, list[tuple[int, list[int]]]] = {}
-    for number, blob in enumerate(store.layout.blobs):
-        offsets = store.composite(number, page_bytes).page_offsets(page_bytes)
+    for number, blob in enumerate(layout.blobs):
+        offsets = row_composite(layout, number, rank, granularity, page_bytes).page_offsets(page_bytes)
         places.setdefault(slot_name(blob.segment, blob.pos), []).append((number, offsets))
     return places
 
 
-def mapped_slot_bytes(store: RowStore, page_bytes: int) -> int:
-    """What all slots allocate where own rows are mapped in place: pages for the blob that needs most."""
-    return page_bytes * sum(
-        max(len(offsets) for _, offsets in blobs) for blobs in page_places(store, page_bytes).values()
-    )
+def mapped_slot_bytes(layout: DenseLayout, rank: int, granularity: int, page_bytes: int) -> int:
+    """What all slots of `rank` allocate where own rows are mapped in place: pages for the blob that needs most."""
+    places = page_places(layout, rank, granularity, page_bytes)
+    return page_bytes * sum(max(len(offsets) for _, offsets in blobs) for blobs in places.values())
 
 
 @dataclass
@@ -131,7 +132,7 @@ class MappedSlots(DenseSlots):
         import torch
 
         domain, store, page_bytes = self.domain, self.store, self.domain.page_bytes
-        for slot, blobs in page_places(store, page_bytes).items():
+        for slot, blobs in page_places(store.layout, store.rank, domain.granularity, page_bytes).items():
             for index in range(max(len(offsets) for _, offsets in blobs)):
                 (page,) = self._pool.allocate(1, f"dense-{slot}")
                 for number, offsets in blobs:

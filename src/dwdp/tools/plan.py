@@ -18,11 +18,11 @@ from dwdp.model import shapes
 from dwdp.model.config import ModelConfig
 from dwdp.partition.experts import ExpertPartition
 from dwdp.tools.hardware import Gpu
-from dwdp.tools.plan_dense import DensePlan, DenseSizes
+from dwdp.tools.plan_dense import PAGE_GRANULES, DensePlan, DenseSizes
 from dwdp.weights.plan import composite_geometry, count_mappings
 
 GRANULE_BYTES = 2 << 20
-PAGE_BYTES = 8 * GRANULE_BYTES
+PAGE_BYTES = PAGE_GRANULES * GRANULE_BYTES
 MAPPING_BUDGET = 120_000
 WORKING_RESERVE_BYTES = 8 << 30
 """Kept free beside weights and cache: CUDA context and libraries (1 to 2 GiB) and the activations of a Kimi-K3 step
@@ -179,7 +179,7 @@ def make_plan(
 def bytes_left(sizes: ModelSizes, rank: RankPlan, gpu: Gpu, dense: DensePlan | None) -> int:
     """Bytes for cached tokens, below 0 when the rank does not fit: the GPU's memory less own experts, ring, all other
     weights as the rank holds them, working reserve and one sequence's state."""
-    others = sizes.whole_nbytes if dense is None else dense.held_bytes
+    others = sizes.whole_nbytes if dense is None else dense.held_bytes(rank.rank)
     resident = rank.handle_bytes + rank.ring_bytes + others
     return gpu.memory_bytes - resident - WORKING_RESERVE_BYTES - sizes.state_nbytes
 
@@ -202,7 +202,10 @@ def smallest_ranks_that_fit(
     """The smallest N whose balanced ranges fit on every rank, None when there is none."""
     for num_ranks in range(1 if dense is None else 2, sizes.num_experts + 1):
         partition = ExpertPartition.from_config(Split(num_ranks), num_experts=sizes.num_experts)
-        dense_plan = None if dense is None else dense.on(num_ranks, GRANULE_BYTES)
+        try:
+            dense_plan = _dense_plan(sizes, partition, dense)
+        except MemoryBudgetError:
+            return None  # more ranks hold even more mappings
 
         def fits(rank: RankPlan, dense_plan=dense_plan) -> bool:
             return _fits(sizes, bytes_left(sizes, rank, gpu, dense_plan), kv_fraction)
@@ -228,16 +231,37 @@ def _expert_plan(sizes: ModelSizes, partition: ExpertPartition, num_slots: int, 
     """The plan without a GPU. Dense DWDP is set up first: what it maps is gone from the budget."""
     ranks = range(len(partition.ranges))
     page_bytes = PAGE_BYTES
-    dense_plan = None if dense is None else dense.on(len(ranks), GRANULE_BYTES)
+    dense_plan = _dense_plan(sizes, partition, dense)
+    if dense_plan is not None and dense_plan.page_bytes is not None:
+        page_bytes = dense_plan.page_bytes
     if len(ranks) > 1:
-        # One page size for all ranks: that of the rank with most mappings.
-        page_bytes = fit_page_bytes(
-            PAGE_BYTES,
-            lambda page: max(_mappings(sizes, partition, rank, page) for rank in ranks),
-            MAPPING_BUDGET - (0 if dense_plan is None else dense_plan.mappings),
-        )
+        budget = MAPPING_BUDGET - (0 if dense_plan is None else dense_plan.mappings)
+        page_bytes = _fit_page(sizes, partition, page_bytes, budget)
     plans = tuple(_rank_plan(sizes, partition, rank, num_slots, page_bytes) for rank in ranks)
     return Plan(partition, num_slots, page_bytes, plans, dense=dense_plan)
+
+
+def _dense_plan(sizes: ModelSizes, partition: ExpertPartition, dense: DenseSizes | None) -> DensePlan | None:
+    """Own rows mapped in place share the ring's page size, and the budget with own expert tables, which lie first."""
+    if dense is None:
+        return None
+    num_ranks = len(partition.ranges)
+    if not dense.mapped:
+        return dense.on(num_ranks, GRANULE_BYTES)
+    return dense.on(
+        num_ranks,
+        GRANULE_BYTES,
+        page_bytes=_fit_page(sizes, partition, PAGE_BYTES, MAPPING_BUDGET),
+        mapping_budget=MAPPING_BUDGET - sizes.num_layers * len(sizes.row_nbytes),
+    )
+
+
+def _fit_page(sizes: ModelSizes, partition: ExpertPartition, page_bytes: int, budget: int) -> int:
+    """One page size for all ranks: that of the rank with most mappings."""
+    ranks = range(len(partition.ranges))
+    return fit_page_bytes(
+        page_bytes, lambda page: max(_mappings(sizes, partition, rank, page) for rank in ranks), budget
+    )
 
 
 def _rank_plan(sizes: ModelSizes, partition: ExpertPartition, rank: int, num_slots: int, page_bytes: int) -> RankPlan:

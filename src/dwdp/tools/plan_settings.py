@@ -9,13 +9,14 @@ from typing import Any
 
 from dwdp import env
 from dwdp.config import files
-from dwdp.config.schema import DenseConfig, ServeConfig, dwdp_section, validate
+from dwdp.config.gate import check_store
+from dwdp.config.schema import DenseConfig, DwdpConfig, ServeConfig, dwdp_section, validate
 from dwdp.errors import ConfigError
 
 EXPERT_DEFAULTS = {"num_experts_per_worker": 0, "num_prefetch_experts": 0, "num_prefetch_slots": 2}
 DENSE_OPTIONS = {"segments": "--segments", "min_bytes": "--min-bytes", "store_chunk_mb": "--store-chunk-mb"}
-# Fields of a config that a plan would have to follow and does not.
-_NOT_PLANNED = {"dwdp": ("page_granules", "mapping_budget"), "dense_dwdp": ("roots", "own_rows")}
+# Fields of a `dwdp` section that a plan would have to follow and does not.
+_NOT_PLANNED = ("page_granules", "mapping_budget")
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ def read_settings(
     config = ServeConfig() if path is None else files.load_config_file(path, {"ranks": ranks})
     if path is not None and path is not config_file and (config.dwdp or (dense and config.dense_dwdp)):
         notes.append(f"the model's own config {path} is used; --config replaces it")
-    _refuse_not_planned(config, path, dense)
+    _refuse_not_planned(config, path)
     section = {} if config.dwdp is None else dwdp_section(config.dwdp, ranks, what=f"{path} dwdp").model_dump()
     chosen = {
         field: next(v for v in (experts.get(field), section.get(field), default) if v is not None)
@@ -67,17 +68,14 @@ def read_settings(
     overrides = env.dense_overrides(environ, attached=True)
     overrides.pop("enabled", None)  # --dense asks what it would do
     settings, lines = env.override_section(DenseConfig(**(asked | given)), overrides, title="dense_dwdp")
+    check_store(settings)
     return PlanSettings(chosen, settings, (*notes, *lines))
 
 
-def _refuse_not_planned(config: ServeConfig, path: Path | None, dense: bool) -> None:
+def _refuse_not_planned(config: ServeConfig, path: Path | None) -> None:
     if config.replicated:
         raise ConfigError(f"{path}: replicated is true, there is nothing to plan")
-    for title, fields in _NOT_PLANNED.items():
-        section = getattr(config, title)
-        if section is None or (title == "dense_dwdp" and not dense):
-            continue
-        for field in fields:
-            value, default = getattr(section, field), type(section).model_fields[field].default
-            if value != default:
-                raise ConfigError(f"{path}: {title}.{field} {value} is not planned, only its default is ({default})")
+    for field in _NOT_PLANNED if config.dwdp is not None else ():
+        value, default = getattr(config.dwdp, field), DwdpConfig.model_fields[field].default
+        if value != default:
+            raise ConfigError(f"{path}: dwdp.{field} {value} is not planned, only its default is ({default})")

@@ -84,19 +84,25 @@ def print_dense(console: Console, sizes: ModelSizes, plan: DensePlan, dense: Den
             "(dense_dwdp.min_bytes, DWDP_DENSE_MIN_BYTES)."
         )
         return
-    handles = "one handle" if len(plan.handles) == 1 else f"{len(plan.handles):,} handles of whole layers"
-    rounding = plan.stored_bytes - sum(blob.row_nbytes for blob in plan.layout.blobs)
+    own = plan.fullest
+    if plan.page_bytes is not None:
+        handles = f"{len(own.handles):,} handles of a row each, mapped in place"
+    else:
+        handles = "one handle" if len(own.handles) == 1 else f"{len(own.handles):,} handles of whole layers"
+    rounding = own.stored_bytes - sum(blob.row_nbytes for blob in plan.layout.blobs)
+    pages = "" if plan.page_bytes is None else f", pages of {plan.page_bytes >> 20:,} MiB around the own row"
+    which = "A rank" if plan.page_bytes is None else "The fullest rank"
     slots = " and ".join(
         f"{number} for {segment}(l) of {_gib(plan.layout.largest(segment))}"
         for segment, number in SLOT_COUNTS.items()
         if plan.layout.largest(segment)
     )
     console.print(
-        f"Moved: {_gib(plan.moved_bytes)} in {len(plan.layout.blobs):,} blobs. A rank stores a row of each, "
-        f"{_gib(plan.stored_bytes)} in {handles} ({rounding:,} bytes of it round up to granules), and gathers into "
-        f"{_gib(plan.slot_bytes)} of slots: {slots}. That adds {plan.mappings:,} mappings."
+        f"Moved: {_gib(plan.moved_bytes)} in {len(plan.layout.blobs):,} blobs. {which} stores a row of each, "
+        f"{_gib(own.stored_bytes)} in {handles} ({rounding:,} bytes of it round up to granules), and gathers into "
+        f"{_gib(own.slot_bytes)} of slots: {slots}{pages}. That adds {plan.mappings:,} mappings."
     )
-    saved = sizes.whole_nbytes - plan.held_bytes
+    saved = sizes.whole_nbytes - own.nbytes - plan.replicated_bytes
     console.print(
         f"Whole a rank holds {_gib(plan.replicated_bytes)} instead of {_gib(sizes.whole_nbytes)}; rows and slots "
         f"counted it holds {_gib(abs(saved))} {'less' if saved >= 0 else 'more'} than without dense DWDP."
@@ -108,7 +114,7 @@ _KINDS = {"A kda": "A(l) of a KDA layer", "A mla": "A(l) of an MLA layer", "D": 
 
 def _setup_peak(sizes: ModelSizes, plan: Plan, gpu: Gpu) -> str:
     """load: whole keeps the originals until the commit, before the expert ring is allocated."""
-    peak = _own_experts(sizes, plan) + sizes.whole_nbytes + plan.dense.stored_bytes + plan.dense.slot_bytes
+    peak = _own_experts(sizes, plan) + sizes.whole_nbytes + plan.dense.fullest.nbytes
     over = peak - gpu.memory_bytes
     return (
         f"While it sets up, before its whole dense weights are given back, a rank holds {_gib(peak)}"
@@ -258,7 +264,8 @@ def _memory(sizes: ModelSizes, plan: Plan, rank: RankPlan, gpu: Gpu) -> dict[str
     dense = plan.dense
     parts = {"own experts, all layers": rank.handle_bytes, "ring": rank.ring_bytes}
     if dense is not None:
-        parts |= {"own rows of dense weights": dense.stored_bytes, "slots of dense weights": dense.slot_bytes}
+        own = dense.rank(rank.rank)
+        parts |= {"own rows of dense weights": own.stored_bytes, "slots of dense weights": own.slot_bytes}
     held = sizes.whole_nbytes if dense is None else dense.replicated_bytes
     return parts | {
         "other weights, held whole": held,

@@ -67,6 +67,22 @@ def single_rows(layout: DenseLayout, rank: int, granularity: int) -> tuple[Store
     return tuple(chunks)
 
 
+def row_composite(layout: DenseLayout, number: int, rank: int, granularity: int, page_bytes: int) -> CompositeGeometry:
+    """The range on `rank` of blob `number` with its own row mapped in place; see [Note: own rows in place]."""
+    return composite_geometry(
+        layout.blobs[number].row_nbytes, rank, rank + 1, layout.num_ranks, granularity, page_bytes
+    )
+
+
+def count_mapped_rows(layout: DenseLayout, rank: int, granularity: int, page_bytes: int) -> int:
+    """Mappings on `rank` with own rows mapped in place: all ranks' handles, and slot pages in every blob's range."""
+    pages = (
+        len(row_composite(layout, number, rank, granularity, page_bytes).page_offsets(page_bytes))
+        for number in range(len(layout.blobs))
+    )
+    return layout.num_ranks * len(layout.blobs) + sum(pages)
+
+
 class RowStore:
     """Owns this rank's rows and the mappings of its peers' rows. Context manager with idempotent `close()`.
 
@@ -93,23 +109,14 @@ class RowStore:
 
     def composite(self, number: int, page_bytes: int) -> CompositeGeometry:
         """The range of a blob whose own row is mapped in place; bytes."""
-        row_nbytes, n = self.layout.blobs[number].row_nbytes, self.layout.num_ranks
-        return composite_geometry(row_nbytes, self.rank, self.rank + 1, n, self.domain.granularity, page_bytes)
-
-    def count_mappings(self, page_bytes: int) -> int:
-        """Mappings of all ranks' handles, and of slot pages where own rows are mapped in place."""
-        count = sum(map(len, self.chunks))
-        if self.mapped:
-            for number in range(len(self.layout.blobs)):
-                count += len(self.composite(number, page_bytes).page_offsets(page_bytes))
-        return count
+        return row_composite(self.layout, number, self.rank, self.domain.granularity, page_bytes)
 
     def allocate(self) -> None:
         """Creates and maps this rank's handles; the caller closes the store when this raises."""
         domain = self.domain
         domain.descriptor_budget.check(sum(map(len, self.chunks)), f"all handles of the dense rows on rank {self.rank}")
         if self.mapped:
-            domain.plan_page_bytes(self.count_mappings)
+            domain.plan_page_bytes(lambda page: count_mapped_rows(self.layout, self.rank, domain.granularity, page))
         for i, chunk in enumerate(self.chunks[self.rank]):
             handle = domain.create(chunk.nbytes, f"dense-store{i}")
             self.handles.append(handle)
