@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +18,15 @@ import torch
 
 from dwdp import LLM, SamplingParams
 from dwdp.env import child_environment
-from dwdp.errors import CheckpointError, DwdpError, ModelReleasedError, RankDiedError, RequestError
+from dwdp.errors import (
+    CheckpointError,
+    DwdpError,
+    ModelReleasedError,
+    ModelUnusableError,
+    RankDiedError,
+    RequestError,
+)
+from dwdp.executor import messages
 from tests.executor.checkpoints import write_tiny
 from tests.support.tiny import random_tensors, tiny_model_config
 
@@ -240,6 +249,34 @@ def test_weights_are_updated_in_the_running_ranks_and_a_bad_checkpoint_changes_n
         assert answers(llm) == new
 
 
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_replicated_ranks_of_which_one_failed_in_an_update_compute_nothing_until_set_up_again(
+    tiny, other, replicated, monkeypatch, interrupted
+):
+    """They have no group to vote in. Fails when the front end does not tell the ranks that have the new weights."""
+    old = answers(replicated)
+    with LLM(tiny, ranks=2, replicated=True, device="cpu", quiet=True) as llm:
+        real = llm._frontend.call
+
+        def call(commands):
+            if isinstance(commands[0], messages.UpdateWeights) and not commands[0].check_only:
+                if interrupted:
+                    raise KeyboardInterrupt
+                commands[1] = messages.UpdateWeights(commands[1].call, "/nonexistent")
+            return real(commands)
+
+        monkeypatch.setattr(llm._frontend, "call", call)
+        with pytest.raises(KeyboardInterrupt if interrupted else CheckpointError):
+            llm.update_weights(other)
+        monkeypatch.undo()
+        for step in (lambda: answers(llm), lambda: llm.logits([1, 2]), lambda: llm.update_weights(other)):
+            with pytest.raises(ModelUnusableError, match="a weight update that not every rank has done"):
+                step()
+        llm.release()
+        llm.setup()
+        assert answers(llm) == old
+
+
 def test_an_update_of_weights_that_dense_dwdp_has_moved_is_refused(spread, other):
     before = answers(spread)
     with pytest.raises(DwdpError, match="dense DWDP has spread this model's weights .* build and load a new model"):
@@ -273,6 +310,33 @@ def test_close_ends_the_ranks_and_may_be_called_again(tiny):
     assert not alive(pids)
     with pytest.raises(DwdpError, match="closed"):
         llm.generate("abc")
+
+
+def test_interrupts_while_it_closes_are_raised_when_nothing_is_left(tiny, monkeypatch):
+    """Ctrl-C again and again. Fails when an interrupt ends the clean-up: the folder of sockets stays then."""
+    llm = LLM(tiny, ranks=2, replicated=True, device="cpu", quiet=True)
+    pids = [report["pid"] for report in llm.report()]
+    folder = Path(llm._frontend._folder)
+    real_join, real_term, interrupts = threading.Thread.join, llm._frontend._context.term, [1, 2]
+
+    def join(thread, *args):
+        if len(interrupts) == 2 and threading.current_thread() is threading.main_thread():
+            interrupts.pop()
+            raise KeyboardInterrupt
+        real_join(thread, *args)
+
+    def term():
+        if interrupts:
+            interrupts.pop()
+            raise KeyboardInterrupt
+        real_term()
+
+    monkeypatch.setattr(threading.Thread, "join", join)
+    monkeypatch.setattr(llm._frontend, "_context", SimpleNamespace(term=term))
+    with pytest.raises(KeyboardInterrupt):
+        llm.close()
+    assert not interrupts and not folder.exists() and not alive(pids)
+    llm.close()
 
 
 def test_close_of_another_thread_ends_a_call_under_way(tiny):

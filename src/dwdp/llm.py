@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from dwdp.config.schema import DenseConfig, DwdpConfig
-from dwdp.errors import RequestError
+from dwdp.errors import DwdpError, RequestError
 from dwdp.executor import messages
 from dwdp.executor.frontend import Frontend
 from dwdp.executor.prompts import Prompt, plain_ids, prepare, request_output
@@ -177,10 +177,25 @@ class LLM:
 
         path = str(model_folder(model_path).resolve())
         with self._lock, ProgressBars(quiet=self._quiet) as self._bars:
-            if self._frontend.settings.dwdp is None:
-                self._to_all(messages.UpdateWeights, path, True)  # these ranks have no group to vote in
-            self._to_all(messages.UpdateWeights, path)
+            votes = self._frontend.settings.has_group or self._launch.ranks == 1
+            if not votes:
+                self._to_all(messages.UpdateWeights, path, True)
+            try:
+                self._to_all(messages.UpdateWeights, path)
+            except BaseException as error:
+                # Some ranks may have the new weights: without a vote, or where nobody has waited for the answers.
+                if not votes or not isinstance(error, Exception):
+                    self._distrust(error)
+                raise
             self._frontend.settings = msgspec.structs.replace(self._frontend.settings, weights=path)
+
+    def _distrust(self, error: BaseException) -> None:
+        """No rank computes until `release` and `setup`, which load the weights from before the failed update."""
+        reason = f"a weight update that not every rank has done: {error or type(error).__name__}"
+        try:
+            self._to_all(messages.MarkUnusable, reason)
+        except DwdpError:
+            pass  # a rank died, so all have been ended
 
     def close(self) -> None:
         """Ends every rank process; afterwards nothing of this LLM is left."""

@@ -19,12 +19,13 @@ import torch
 import torch.distributed as dist
 
 from dwdp import LLM, SamplingParams
-from dwdp.errors import DwdpError, GroupError, GroupTimeoutError, RankDiedError
+from dwdp.errors import CheckpointError, DwdpError, GroupError, GroupTimeoutError, ModelUnusableError, RankDiedError
 from dwdp.executor.messages import WorkItem
 from dwdp.group.backends import StoreGroup
 from dwdp.group.ranks import Host
 from dwdp.group.tensors import TensorExchange
 from dwdp.group.threads import run_rank_threads
+from dwdp.model.loader import WeightUpdate
 from dwdp.model.lockstep import LockstepExperts
 from tests.executor.checkpoints import write_tiny
 from tests.support.mpirun import environment, mpirun, segments  # noqa: F401  (a fixture of this module)
@@ -244,6 +245,74 @@ def test_a_rank_that_fails_between_its_calls_ends_the_steps_of_the_others(model)
     with pytest.raises(OSError, match="disk gone"):
         lockstep(model, 2, body, timeout=30)
     assert seen[0][1] < 5
+
+
+# ---- weight updates ----
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory):
+    """Other weights for the config of `model`."""
+    return write_random(tmp_path_factory.mktemp("other") / "other", seed=8, num_experts=7)
+
+
+def completions(rank):
+    return [result.token_ids for result in rank.generate(items(rank.rank, (5, 4)))]
+
+
+def test_weights_are_updated_on_all_ranks(model, other):
+    def body(rank):
+        rank.update_weights(other)
+        updated = completions(rank)
+        rank.update_weights(model)
+        return updated, completions(rank)
+
+    assert lockstep(model, 2, body) == list(zip(lockstep(other, 2, completions), lockstep(model, 2, completions)))
+
+
+def test_a_rank_whose_checkpoint_is_unreadable_stops_the_update_of_all(model, other, monkeypatch):
+    """Fails when the ranks do not vote: those that could read it then compute with the old experts of the others."""
+    expected = lockstep(model, 2, completions)
+    real = WeightUpdate._check_values
+
+    def body(rank):
+        broken.rank = rank.rank
+        with pytest.raises((CheckpointError, GroupError), match="rank 1.*unreadable"):
+            rank.update_weights(other)
+        return completions(rank)
+
+    broken = threading.local()
+
+    def check_values(update):
+        if broken.rank == 1:
+            raise CheckpointError("unreadable")
+        real(update)
+
+    monkeypatch.setattr(WeightUpdate, "_check_values", check_values)
+    assert lockstep(model, 2, body) == expected
+
+
+def test_after_an_update_that_failed_half_way_no_rank_steps_and_all_can_be_released(model, other, monkeypatch):
+    """Fails when a rank begins a step with a model it may not run: that ends the steps of the instance for good."""
+    broken = threading.local()
+    real = WeightUpdate.write
+
+    def write(update):
+        real(update)
+        if broken.rank == 1:
+            raise OSError("half way")
+
+    def body(rank):
+        broken.rank = rank.rank
+        with pytest.raises((OSError, GroupError), match="half way"):
+            rank.update_weights(other)
+        for _ in range(2):
+            with pytest.raises(ModelUnusableError, match="half way"):
+                completions(rank)
+        assert not rank.exchange.broken
+
+    monkeypatch.setattr(WeightUpdate, "write", write)
+    lockstep(model, 2, body)
 
 
 def test_ranks_with_different_models_dtypes_or_sizes_are_named_with_what_differs(model):

@@ -201,3 +201,12 @@ def test_a_models_own_config_applies_to_several_ranks_only_and_a_given_file_repl
     with pytest.raises(ConfigError, match="dwdp_size"):
         other.write_text("dwdp:\n  dwdp_size: 3\n")
         launch(other, ranks=2)
+
+
+@pytest.mark.parametrize("text", ["max_seq_len: 100\n", "tp_size: 2\nattention_dp: true\n", "ranks: 1\n", "{}\n"])
+def test_a_config_without_sections_goes_with_replicated_weights(tiny, tmp_path, text):
+    """Fails when a section that the file lacks is looked into."""
+    file = tmp_path / "config.yaml"
+    file.write_text(text)
+    launch = start(**launch_fields(str(tiny), file, {"replicated": True}))
+    assert (launch.mode, launch.settings.dwdp, launch.settings.attention_dp) == ("off", None, False)

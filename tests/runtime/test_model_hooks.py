@@ -2,7 +2,7 @@
 
 Mutation-checked once, each caught by a test below: no hook at H0, H1, H2 or H3; H3 not put off where the MoE block runs
 first; the first layer does not stand in for H0; windows left open by a layer that skips a part; no check that a part
-runs in its layer, once; no check for writes; hooks that keep the model alive.
+runs in its layer, once; no check for writes; hooks that keep the model alive; weights that are never sealed.
 """
 
 from __future__ import annotations
@@ -211,9 +211,103 @@ def test_a_forward_that_reaches_no_layer_as_a_module_is_refused():
             return x
 
         rank.model.forward = lambda ids: forward(rank.model.transformer["wte"](ids))
-        refused(rank, DwdpError, "has called none of the discovered layers as a module")
+        refused(rank, DwdpError, "h.0.attention.q_proj.weight is used outside .* must call its layers, .* as modules")
 
     run(MixtralModel, body)
+
+
+def _late_shared_expert(layer, layers):
+    return lambda x: layer.mlp(layer.self_attn(x)) + layer.mlp.shared_experts(x)
+
+
+def _late_functional_read(layer, layers):
+    return lambda x: layer.mlp(layer.self_attn(x)) + x @ layer.self_attn.o_proj.weight
+
+
+def _attention_weights_in_the_moe_block(layer, layers):
+    real = layer.mlp.forward
+    layer.mlp.forward = lambda x: real(x) + layer.self_attn.v_proj(x)
+    return layer.forward
+
+
+def _attention_of_another_layer(layer, layers):
+    return lambda x: layer.mlp(layers[0].self_attn(x))
+
+
+def _part_of_another_layer(layer, layers):
+    return lambda x: layer.mlp(layer.self_attn(x)) + layers[4].mlp.gate(x)[0].sum()
+
+
+@pytest.mark.parametrize(
+    "change, name",
+    [
+        (_late_shared_expert, "3.mlp.shared_experts.gate_proj.weight is used outside its layer's call"),
+        (_late_functional_read, "3.self_attn.o_proj.weight is used outside the call of its layer's attention"),
+        (_attention_weights_in_the_moe_block, "3.self_attn.v_proj.weight is used outside"),
+        (_attention_of_another_layer, "0.self_attn.q_proj.weight is used outside"),
+        (_part_of_another_layer, "4.mlp.gate.weight is used outside"),
+    ],
+)
+def test_a_read_outside_its_window_raises_and_names_the_weight_and_the_next_forward_is_right(change, name):
+    """Without the seals every one of these computes with another layer's weights, and nothing shows it.
+
+    Fails when a window is not closed, or closed for the layer's other segment, or the attention's is never closed.
+    """
+
+    def body(rank, expected):
+        rank.setup()
+        layers = rank.model.model.layers
+        layer = layers[3]
+        real = layer.forward, layer.mlp.forward
+        layer.forward = change(layer, layers)
+        with pytest.raises(DwdpError, match=re.escape(f"model.layers.{name}")):
+            rank.model(IDS[0])
+        layer.forward, layer.mlp.forward = real
+        check(rank, expected)
+
+    run(HubModel, body, dense_layers=0)
+
+
+def test_between_forwards_weights_say_what_they_are_like_and_cannot_be_loaded_saved_or_converted():
+    def body(rank, expected):
+        before = [(name, p.shape, p.dtype, p.device) for name, p in rank.model.named_parameters()]
+        state = {name: tensor.clone() for name, tensor in rank.model.state_dict().items()}
+        rank.setup()
+        assert [(name, p.shape, p.dtype, p.device) for name, p in rank.model.named_parameters()] == before
+        assert all(isinstance(p, torch.nn.Parameter) for p in rank.model.parameters())
+        attention = rank.model.model.layers[1].self_attn
+        for step in (
+            attention.state_dict,
+            rank.model.state_dict,
+            attention.half,
+            lambda: attention.q_proj.weight.sum(),
+            lambda: attention.q_proj.weight.data_ptr(),
+        ):
+            with pytest.raises(DwdpError, match="self_attn.q_proj.weight is used outside"):
+                step()
+        with pytest.raises(RuntimeError, match="q_proj.weight is used outside"):
+            rank.model.load_state_dict(state)
+        assert "q_proj.weight" in repr(attention.q_proj.weight)
+        attention.q_proj.weight = torch.nn.Parameter(torch.zeros(16, 16), requires_grad=False)
+        assert not torch.equal(rank.model(IDS[0]), expected[0])
+        assert not attention.q_proj.weight.any(), "what somebody else puts there stays"
+
+    run(HubModel, body)
+
+
+def test_after_release_nothing_lies_over_a_slot_any_more(caplog):
+    def body(rank, expected):
+        rank.setup()
+        check(rank, expected)
+        held = list(rank.model.parameters())
+        rank.manager.drain()
+        rank.manager.unmap_imports()
+        rank.group.barrier("unmapped")
+        rank.manager.release_own()
+        return held
+
+    run(HubModel, body)
+    assert "tensors over it are alive" not in caplog.text
 
 
 def test_a_saved_buffer_that_the_forward_writes_is_named():

@@ -94,12 +94,21 @@ class RankExecutor:
             if check_only:
                 with checked():
                     return
-            if self.manager is not None:
+            if self.exchange is not None:  # these ranks divide the experts: one that fails would mix old and new
+                update_weights(self.model, checked, group=self.exchange.group, device=self.device)
+            elif self.manager is not None:
                 self.manager.update_weights(self.model, checked)
             else:
                 update_weights(self.model, checked)
         except CheckpointError as error:
             raise CheckpointError(f"rank {self.rank}: {error}") from error
+
+    def mark_unusable(self, reason: str) -> None:
+        """No forward runs any more, and nothing but `release` is of use."""
+        from dwdp.errors import DwdpError
+
+        if self.model is not None and self.model.unusable is None:
+            self.model.unusable = DwdpError(reason)
 
     def report(self) -> dict:
         """{rank, pid, ledger, counters} with the ledger in bytes; zeros where DWDP is off."""
@@ -135,12 +144,15 @@ class RankExecutor:
             self._stages.undo_all()
 
     def _running(self):
-        if self.loop is None:
-            from dwdp.errors import ModelReleasedError
+        from dwdp.errors import ModelReleasedError, ModelUnusableError
 
+        if self.loop is None:
             raise ModelReleasedError(f"rank {self.rank} was released; set it up again first")
         if self.manager is not None and self.manager.verification_error is not None:
             raise self.manager.verification_error
+        if self.model.unusable is not None:
+            # Before any step: an attention-DP rank that fails in one ends it for good.
+            raise ModelUnusableError(f"this model cannot run: {self.model.unusable}") from self.model.unusable
         return self.loop
 
     def __enter__(self) -> RankExecutor:

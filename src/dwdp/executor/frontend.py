@@ -192,7 +192,7 @@ class Frontend:
     def close(self, *, at_once: bool = False) -> None:
         """Ends every rank: asked first and then killed, or killed at once. Idempotent; errors are logged.
 
-        An interrupt on the way (Ctrl-C) is raised when the ranks have been killed, or by the next `close`.
+        Interrupts on the way (Ctrl-C) are raised when everything is ended.
         """
         first, self._closed = not self._closed, True
         if self._ended:
@@ -203,8 +203,18 @@ class Frontend:
         except Exception:
             logger.exception("asking the ranks to leave failed")
         finally:
-            self._end()
-            self._ended = True
+            self._end_whatever_comes()
+
+    def _end_whatever_comes(self) -> None:
+        interrupt = None
+        while not self._ended:
+            try:
+                self._end()
+                self._ended = True
+            except (KeyboardInterrupt, SystemExit) as error:
+                interrupt = error  # every step may be done again, and all have a bound
+        if interrupt is not None:
+            raise interrupt
 
     def _end(self) -> None:
         if self._launcher is not None:

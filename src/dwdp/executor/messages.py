@@ -92,6 +92,13 @@ class UpdateWeights(msgspec.Struct, tag=True, frozen=True):
     check_only: bool = False
 
 
+class MarkUnusable(msgspec.Struct, tag=True, frozen=True):
+    """Compute nothing any more: what the other ranks have is not known."""
+
+    call: int
+    reason: str
+
+
 class Report(msgspec.Struct, tag=True, frozen=True):
     call: int
 
@@ -104,7 +111,7 @@ class Shutdown(msgspec.Struct, tag=True, frozen=True):
     call: int
 
 
-Command = Setup | Generate | Logits | UpdateWeights | Report | Release | Shutdown
+Command = Setup | Generate | Logits | UpdateWeights | MarkUnusable | Report | Release | Shutdown
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True):

@@ -83,6 +83,10 @@ class RankServer:
                 self._last_percent.clear()
                 self._ready().update_weights(path, check_only=check_only, progress=self.progress)
                 self.send(messages.Done(call))
+            case messages.MarkUnusable(call=call, reason=reason):
+                if self.executor is not None:
+                    self.executor.mark_unusable(reason)
+                self.send(messages.Done(call))
             case messages.Report(call=call):
                 self.send(messages.Reported(call, self._report()))
             case messages.Release(call=call):

@@ -94,7 +94,8 @@ def launch_fields(model: str, config_file: str | os.PathLike | None, given: Mapp
         notes.append(f"the model's own config {shipped} is used; --config replaces it")
         if config.replicated or config.ranks == 1:
             fields = {name: value for name, value in fields.items() if name not in ("dwdp", "dense_dwdp")}
-    if (config.replicated or len(fields) < len(config.model_fields_set)) and (config.dwdp or config.dense_dwdp.enabled):
+    sections = config.dwdp or (config.dense_dwdp and config.dense_dwdp.enabled)
+    if sections and (config.replicated or len(fields) < len(config.model_fields_set)):
         why = "the weights are replicated" if config.replicated else "there is one rank"
         notes.append(f"the sections dwdp and dense_dwdp of the config do not apply: {why}")
     return {"model": model, "notes": tuple(notes)} | fields

@@ -116,7 +116,7 @@ class RankLauncher:
         self._threads: list[threading.Thread] = []
         self._parent: ParentSocket | None = None
         self._stop = _Stop()
-        self._closed = False
+        self._closed = self._ended = False
         end_with_this_process(self)
 
     def start(self) -> None:
@@ -188,8 +188,11 @@ class RankLauncher:
                 _kill_session(pid)
 
     def close(self, kill_after_seconds: float = 5.0) -> None:
-        """Ends every rank: SIGTERM, and SIGKILL to what is left after `kill_after_seconds`. Idempotent."""
-        if self._closed:
+        """Ends every rank: SIGTERM, and SIGKILL to what is left after `kill_after_seconds`.
+
+        Idempotent; after an interrupt it goes on where it was.
+        """
+        if self._ended:
             return
         self._closed = True
         self._stop.request(kill_after_seconds)
@@ -200,6 +203,7 @@ class RankLauncher:
                     logger.error("%s did not end: its process is stuck", thread.name)
         if self._parent is not None:
             self._parent.close()
+        self._ended = True
 
     def __enter__(self) -> RankLauncher:
         return self

@@ -5,11 +5,12 @@ its MoE block's (after both where the MoE block runs first).
 
 [Note: hooked modules must be called] Forward hooks see `module(x)` and not `module.forward(x)`. A read that no hook
 announces would find another layer's weights, so whatever shows that one was missed raises: a part that runs outside its
-layer or twice, a forward that reaches no layer.
+layer or twice, and any read outside a window ([Note: sealed weights]).
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -19,6 +20,7 @@ from torch import nn
 
 from dwdp.errors import DwdpError, ModelReleasedError, ModelUnusableError
 from dwdp.partition.roots import LayerRoots
+from dwdp.runtime.sealed import Seals
 
 
 def install_hooks(manager, model: nn.Module, roots: Sequence[LayerRoots]) -> None:
@@ -29,17 +31,19 @@ def install_hooks(manager, model: nn.Module, roots: Sequence[LayerRoots]) -> Non
     layers = [layer for layer in roots if layer.discovered and not layer.calls_hooks]
     if not layers:
         return
-    hooks = _ForwardHooks(manager, first=layers[0].index)
+    moved = {id(tensor) for tensor in (reference() for reference in manager.weights.repointed)}
+    versions = {layer.index: _versions(layer, moved) for layer in layers}
+    seals = Seals(layers, moved)
+    manager.weights.repointed += [weakref.ref(tensor) for tensor in seals.sealed()]  # they lie in slots too
+    hooks = _ForwardHooks(manager, seals, first=layers[0].index)
     owner = layers[0].hooks.owner
     owner.register_forward_pre_hook(hooks.before_owner, prepend=True)
     # What surrounds the owner may run the layers without calling it.
     model.register_forward_pre_hook(hooks.before_model, prepend=True)
-    model.register_forward_hook(hooks.after_model)
-    moved = {id(tensor) for tensor in (reference() for reference in manager.weights.repointed)}
     hooked: set[int] = set()
     for layer in layers:
         layer.layer.register_forward_pre_hook(partial(hooks.before_layer, layer.index), prepend=True)
-        layer.layer.register_forward_hook(partial(hooks.after_layer, layer.index, _versions(layer, moved)))
+        layer.layer.register_forward_hook(partial(hooks.after_layer, layer.index, versions[layer.index]))
         for part, module in (("attention", layer.hooks.attention), ("MoE block", layer.hooks.moe)):
             if id(module) not in hooked:  # layers may share one
                 module.register_forward_pre_hook(partial(hooks.before_part, part), prepend=True)
@@ -53,10 +57,9 @@ class _ForwardHooks:
     first: index of the first layer that is hooked.
     """
 
-    def __init__(self, manager, *, first: int) -> None:
-        self.manager, self.first = manager, first
+    def __init__(self, manager, seals: Seals, *, first: int) -> None:
+        self.manager, self.seals, self.first = manager, seals, first
         self.entered = False  # H0 was called, the first layer was not reached yet
-        self.reached = False  # a layer was reached in this forward
         self.layer: int | None = None  # the layer whose forward runs
         self.done: set[str] = set()  # its parts that have run
 
@@ -64,20 +67,22 @@ class _ForwardHooks:
         if getattr(module, "unusable", None) is not None:
             raise ModelUnusableError(f"this model cannot run: {module.unusable}") from module.unusable
         self._refuse_released()
-        self.reached = False
 
     def before_owner(self, *_: Any) -> None:
         self._refuse_released()
         self.entered, self.layer = True, None
+        self.seals.close_all()  # of a forward that was given up
         self.manager.h0()
 
     def before_layer(self, index: int, *_: Any) -> None:
         self._refuse_released()
         if index == self.first and not self.entered:  # the owner's forward was not called
             self.manager.h0()
-        self.entered, self.reached = False, True
+        self.entered = False
         self.layer, self.done = index, set()
+        self.seals.close_all()
         self.manager.h1(index)
+        self.seals.open(index)
 
     def before_part(self, part: str, *_: Any) -> None:
         self._refuse_released()
@@ -91,8 +96,10 @@ class _ForwardHooks:
     def after_part(self, part: str, *_: Any) -> None:
         self.done.add(part)
         if part == "attention":
+            self.seals.close(self.layer, "attn")
             self.manager.h2(self.layer)
         if len(self.done) == 2:
+            self.seals.close(self.layer, "moe")
             self.manager.h3(self.layer)
 
     def after_layer(self, index: int, versions: list[tuple[str, torch.Tensor, int]], *_: Any) -> None:
@@ -107,13 +114,6 @@ class _ForwardHooks:
                     f"dense DWDP: the forward of layer {index} writes {name}, which lies in a slot that other layers "
                     "take over; name it in dense_dwdp_excluded of the layer"
                 )
-
-    def after_model(self, *_: Any) -> None:
-        if not self.reached:
-            raise DwdpError(
-                "dense DWDP: this forward has called none of the discovered layers as a module, so their weights were "
-                "not there; call layer(x), not layer.forward(x)"
-            )
 
     def _refuse_released(self) -> None:
         if self.manager.runtime is None or self.manager.runtime.released:

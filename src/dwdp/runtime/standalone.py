@@ -19,7 +19,6 @@ from dwdp.weights.transfers import Transfer
 
 if TYPE_CHECKING:
     from dwdp.partition.parts import Part
-    from dwdp.runtime.update import OpenSource
 
 logger = logging.getLogger(__name__)
 
@@ -140,14 +139,6 @@ class StandaloneDenseManager(DenseDwdpManager):
         """Called by the executor's loop after a forward that completed."""
         self.device.mark("end")
         self._counters.forwards += 1
-
-    def update_weights(self, model, open_source: OpenSource) -> None:
-        """Overwrites the weights of the model in place, on this rank; refused where its dense weights have moved."""
-        from dwdp.runtime.update import update_weights
-
-        if self._released:
-            raise ModelReleasedError("this DWDP manager was released; its model cannot be updated")
-        update_weights(model, open_source, device=self.device)
 
     # ---- teardown ----
 

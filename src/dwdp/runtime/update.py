@@ -18,6 +18,7 @@ again only in another update, which begins with a vote.
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Protocol
@@ -67,6 +68,8 @@ def update_weights(
         except BaseException as error:
             if update.began:
                 model.unusable = error
+                # It stays with the model; what it was raised in has tensors over memory that a release gives back.
+                traceback.clear_frames(error.__traceback__)
             if group is not None and not isinstance(error, Exception):
                 # This rank will not come to the next collective.
                 group.abort(f"the weight update was interrupted: {error!r}")
