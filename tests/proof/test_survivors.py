@@ -87,7 +87,7 @@ def test_survivors_compute_the_same_bits_a_hundred_times_and_refuse_a_new_setup(
         assert outcome["forwards"] == 100 and outcome["different"] == 0
         assert outcome["dead"] == [KILLED] and outcome["committed"]
         refused = outcome["refused"]
-        assert refused["setup"]["error"] == "DwdpError" and f"[{KILLED}]" in refused["setup"]["text"]
+        assert refused["setup"]["error"] == "RankDiedError" and f"rank {KILLED} died" in refused["setup"]["text"]
         assert refused["barrier"]["error"] == "RankDiedError"
         assert f"rank {KILLED} died" in refused["barrier"]["text"]
         assert refused["join"]["error"] == "GroupTimeoutError" and refused["join"]["seconds"] < 5

@@ -50,14 +50,14 @@ def stopped(slices):
     os.kill(os.getpid(), signal.SIGSTOP)
 
 def no_rights():
-    from dwdp.group import exchange
-    send = exchange.send_fds
+    from dwdp.group import descriptors
+    send = descriptors.send_fds
     def refuse(sock, fds, payload, **flags):
         if fds:
             raise OSError(errno.EACCES, "SCM_RIGHTS is not allowed here")
         send(sock, fds, payload, **flags)
-    exchange.send_fds = refuse
-    exchange.take_fd = refused
+    descriptors.send_fds = refuse
+    descriptors.take_fd = refused
 
 seams = {}
 PLANT

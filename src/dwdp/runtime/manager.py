@@ -10,7 +10,8 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from dwdp.errors import DwdpError, ModelReleasedError
+from dwdp.errors import DwdpError, ModelReleasedError, RankDiedError
+from dwdp.group.ranks import name_ranks
 from dwdp.partition.experts import ExpertPartition
 from dwdp.runtime.counters import Counters
 from dwdp.runtime.dense_manager import DenseDwdpManager, current_dense_manager, refuse_weight_change
@@ -105,7 +106,10 @@ class DwdpManager:
             return self.report
         refuse_weight_change(model)
         if self.group is not None and self.group.dead:
-            raise DwdpError(f"no set-up without ranks {sorted(self.group.dead)}, which are dead; start the group anew")
+            first = min(self.group.dead)
+            raise RankDiedError(
+                first, f"{name_ranks(self.group.dead)} died: no set-up can follow; start the group anew"
+            )
         if self._loaded is not None and self._model() is not model:
             raise DwdpError("another model than this one was prepared for loading into handles")
         self._model = weakref.ref(model)

@@ -11,7 +11,8 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from dwdp.errors import DwdpError, GroupTimeoutError, ModelReleasedError
+from dwdp.errors import GroupTimeoutError, ModelReleasedError, RankDiedError
+from dwdp.group.ranks import name_ranks
 from dwdp.runtime.counters import Counters
 from dwdp.runtime.dense_manager import DenseDwdpManager, refuse_weight_change
 from dwdp.runtime.teardown import attempt, give_back
@@ -81,7 +82,10 @@ class StandaloneDenseManager(DenseDwdpManager):
             return self.report
         refuse_weight_change(model)
         if self.group.dead:
-            raise DwdpError(f"no set-up without ranks {sorted(self.group.dead)}, which are dead; start the group anew")
+            first = min(self.group.dead)
+            raise RankDiedError(
+                first, f"{name_ranks(self.group.dead)} died: no set-up can follow; start the group anew"
+            )
         self._model = weakref.ref(model)
         try:
             if self.check_model(model):
