@@ -233,7 +233,7 @@ SERVE = [
         lambda asked: (asked.first.ledger["dense_moved_bytes"], asked.first.logits),
         lambda base, changed: base[0] > 1.5 * changed[0] and not torch.equal(base[1], changed[1]),
     ),
-    Observable("device", REFUSED, "cpu", "cuda", refusal, refused_with("device: cuda")),
+    Observable("device", REFUSED, "cpu", "cuda", refusal, refused_with("device cuda: a GPU was asked for")),
     Observable(
         "max_seq_len", "refusal of a prompt of 30 tokens", UNSET, 30, longest,
         refused_with("30 tokens + max_tokens 1", "max_seq_len 30"),

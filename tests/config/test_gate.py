@@ -120,19 +120,18 @@ def test_standalone_roles_that_decode_pass_with_one_warning_naming_the_bytes(war
 
 
 @pytest.mark.parametrize(
-    "fields,mode,part",
+    "field, value, device, part",
     [
-        ({"device": "cuda"}, "off", "device: cuda"),
-        ({"dwdp": {"memory": "cuda"}}, "off", "dwdp.memory: cuda"),
-        ({"dwdp": {"handle_type": "fabric"}}, "off", "dwdp.handle_type: fabric"),
+        ("memory", "cuda", "cpu", "dwdp.memory: cuda needs a GPU"),
+        ("handle_type", "fabric", "cpu", "dwdp.handle_type: fabric is of GPU memory"),
+        ("memory", "host", "cuda", "dwdp.memory: host needs device: cpu"),
     ],
 )
-def test_a_setting_that_nothing_serves_yet_is_refused_by_name(fields, mode, part):
-    dwdp = DwdpConfig(dwdp_size=2, **fields["dwdp"]) if "dwdp" in fields else None
-    dense = DenseConfig(**fields["dense"]) if "dense" in fields else None
-    config = ServeConfig(ranks=2, device=fields.get("device", "auto"), dwdp=dwdp, dense_dwdp=dense)
-    with pytest.raises(ConfigError, match=f"not supported yet: .*{part}"):
-        check_supported(config, mode)
+def test_memory_of_another_kind_than_the_device_is_refused_by_name(field, value, device, part):
+    config = ServeConfig(ranks=2, dwdp=DwdpConfig(dwdp_size=2, **{field: value}))
+    with pytest.raises(ConfigError, match=part):
+        check_supported(config, "off", device)
+    check_supported(config, "off", "cuda" if device == "cpu" else "cpu")
 
 
 def test_a_reserve_of_sms_is_refused_where_there_are_none():

@@ -25,10 +25,10 @@ from dwdp.errors import DwdpError
 from dwdp.group.backends import StoreGroup, host_store, open_store
 from dwdp.group.fds import take_fd
 from dwdp.memory.capability import choose_handle_type, probe_handle_types
+from dwdp.memory.checksum import checksum_of
 from dwdp.memory.exchange import exchange_handles
 from dwdp.memory.vmm import CudaDomain
 from dwdp.tools.trace import chrome_trace
-from dwdp.weights.checksum import checksum_of
 from dwdp.weights.cuda_checksum import ChecksumKernel, DeviceChecksums
 from dwdp.weights.cuda_copy import BatchedCopy, GatherCopy, GatherKernel, PerSliceCopy
 from dwdp.weights.plan import CopySlice

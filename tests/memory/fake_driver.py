@@ -28,6 +28,7 @@ from dwdp.memory.libc import (
     HostCalls,
 )  # fmt: skip
 from dwdp.memory.vmm import CudaDomain
+from dwdp.weights.cuda_mover import CudaMover
 
 GRANULE = 64 << 10  # the real one is 2 MiB; the tests need not move that much
 
@@ -256,7 +257,8 @@ class FakeDriver:
 
     WITHOUT_VALUE = {
         "cuInit", "cuCtxSetCurrent", "cuMemMap", "cuMemSetAccess", "cuMemUnmap", "cuMemRelease", "cuMemAddressFree",
-        "cuMemcpyDtoH", "cuMemcpyHtoD", "cuMemcpyAsync", "cuMemcpyBatchAsync", "cuEventRecord", "cuStreamWaitEvent",
+        "cuMemcpyDtoH", "cuMemcpyHtoD", "cuMemcpyDtoHAsync",
+        "cuMemFreeHost", "cuMemcpyAsync", "cuMemcpyBatchAsync", "cuEventRecord", "cuStreamWaitEvent",
         "cuEventSynchronize", "cuEventQuery", "cuEventDestroy", "cuStreamDestroy", "cuStreamSynchronize",
         "cuCtxSynchronize", "cuLaunchKernel", "cuMemFree", "cuModuleUnload", "cuMemsetD8Async", "cuFuncSetAttribute",
     }  # fmt: skip
@@ -463,6 +465,18 @@ class FakeDriver:
         ctypes.memmove(int(device), host, size)
         return (OK,)
 
+    def cuMemcpyDtoHAsync(self, host, device, size, stream):
+        if int(host) not in self._allocated or not self._accessible(device, size, 1):
+            return (CUresult.CUDA_ERROR_INVALID_VALUE,)  # the real one would wait for other memory of the host's
+        self._stream(stream).put(lambda: ctypes.memmove(int(host), int(device), size))
+        return (OK,)
+
+    def cuMemHostAlloc(self, size, flags):
+        return self.cuMemAlloc(size)
+
+    def cuMemFreeHost(self, address):
+        return self.cuMemFree(address)
+
     def cuMemsetD8Async(self, device, value, size, stream):
         if not self._accessible(device, size, 3):
             return (CUresult.CUDA_ERROR_INVALID_VALUE,)
@@ -543,7 +557,7 @@ class FakeDriver:
     _kernel_gather_ldst = _kernel_gather_tma
 
     def _kernel_row_checksums(self, arguments, grid, block):
-        from dwdp.weights.checksum import checksum
+        from dwdp.memory.checksum import checksum
 
         rows, count = ctypes.c_void_p.from_address(arguments[0]).value, ctypes.c_int.from_address(arguments[1]).value
         sums = ctypes.c_void_p.from_address(arguments[2]).value
@@ -693,6 +707,10 @@ class FakeCudaDomain(CudaDomain):
     """The CUDA domain with tensors over the fake's memory, which is the host's."""
 
     _bytes, _empty = HostDomain._bytes, HostDomain._empty
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.mover = CudaMover(self, compiler=lambda *arguments: b"cubin")
 
 
 def zero_live() -> list[int]:

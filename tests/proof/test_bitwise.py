@@ -10,9 +10,7 @@ from collections import Counter
 import pytest
 import torch
 
-from dwdp.runtime import dense as dense_runtime
-from dwdp.runtime import experts, setup_dense, setup_experts
-from dwdp.weights import copy, transfers
+from dwdp.weights import copy, mover, transfers
 from tests.support.system import DENSE, prompt, replicated, shared, write_random
 
 LENGTH, CHUNK, DECODE = 24, 9, 3
@@ -202,8 +200,7 @@ def count_submissions(monkeypatch) -> Counter:
             ran[plan.gather.kernel] += 1
         run(plan)
 
-    for module in (experts, dense_runtime, setup_experts, setup_dense):
-        monkeypatch.setattr(module, "run_plan", counted)
+    monkeypatch.setattr(mover, "run_plan", counted)
     return ran
 
 

@@ -360,8 +360,8 @@ def test_every_so_many_forwards_a_layer_is_verified_on_the_copy_stream():
         expected = snapshot(rank.model)
         rank.setup()
         runtime = rank.manager.runtime
-        checked, problem = [], runtime.checker.problem
-        runtime.checker.problem = lambda pos, slot: (checked.append((pos, slot)), problem(pos, slot))[1]
+        checked, judge = [], runtime.checker.judge
+        runtime.checker.judge = lambda pos, slot, *a, **o: (checked.append((pos, slot)), judge(pos, slot, *a, **o))[1]
         forward_and_check(rank, expected, count=5)
         rank.device.drain()
         assert runtime.verification_error is None

@@ -293,8 +293,8 @@ def test_a_check_beside_the_forwards_finds_rows_that_changed():
                 runtime.finish(pos)
             device.drain()
 
-        checked, check = [], runtime.checker.check
-        runtime.checker.check = lambda pos: (checked.append(pos), check(pos))[1]
+        checked, compare = [], runtime.checker.compare
+        runtime.checker.compare = lambda pos, *a, **o: (checked.append(pos), compare(pos, *a, **o))[1]
         for _ in range(5):
             forward()
         assert runtime.verification_error is None and runtime.verified_forward == 4

@@ -25,6 +25,7 @@ from dwdp.memory.host import HostDomain
 from dwdp.runtime import leaks, setup_dense
 from dwdp.runtime.manager import refuse_weight_change
 from dwdp.runtime.setup_dense import DenseSetup
+from dwdp.weights import mover
 from tests.support.dense_ranks import NOTHING_LIVE, config, dense_ranks, forward_and_check
 from tests.support.tiny import tiny_model, tiny_model_config
 from tests.support.toy_decoder import ToyModel, snapshot, value_bytes
@@ -446,13 +447,13 @@ def test_required_off_serves_on_after_a_disagreement(caplog):
 
 
 def test_a_wrong_byte_on_the_way_is_found_before_the_commit(monkeypatch):
-    real = setup_dense.run_plan
+    real = mover.run_plan
 
     def one_write_lost(plan):
         real(plan)
         ctypes.memset(plan.slices[0].dst + 17, 0, 1)
 
-    monkeypatch.setattr(setup_dense, "run_plan", one_write_lost)
+    monkeypatch.setattr(mover, "run_plan", one_write_lost)
 
     def body(rank):
         before = snapshot(rank.model)
@@ -471,13 +472,13 @@ def test_a_wrong_byte_on_the_way_is_found_before_the_commit(monkeypatch):
 
 
 def test_a_pad_byte_that_is_not_zero_is_found_too(monkeypatch):
-    real = setup_dense.run_plan
+    real = mover.run_plan
 
     def one_byte_more(plan):
         real(plan)
         ctypes.memset(max(piece.dst + piece.nbytes for piece in plan.slices) - 1, 1, 1)
 
-    monkeypatch.setattr(setup_dense, "run_plan", one_byte_more)
+    monkeypatch.setattr(mover, "run_plan", one_byte_more)
 
     def body(rank):
         with pytest.raises(VerificationError, match="first at pad byte"):

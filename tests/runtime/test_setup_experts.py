@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from dwdp.errors import MemoryDomainError, PrefetchRingMemoryError, VerificationError
+from dwdp.memory import host as host_module
 from dwdp.runtime import setup_experts as module
-from dwdp.weights import ring as ring_module
+from dwdp.weights import mover
 from dwdp.weights.ring import PrefetchRing
 from dwdp.weights.transport import ExpertTransport
 from tests.weights.fake_experts import (
@@ -115,12 +116,12 @@ def test_edge_bytes_are_right_before_any_copy_runs():
         del inside
         take_down(runtime, group)
 
-    original = module.run_plan
-    module.run_plan = lambda plan: None  # the plans would write the same edge bytes
+    original = mover.run_plan
+    mover.run_plan = lambda plan: None  # the plans would write the same edge bytes
     try:
         on_ranks(4, body)
     finally:
-        module.run_plan = original
+        mover.run_plan = original
 
 
 def test_the_number_of_collectives_does_not_grow_with_the_layers():
@@ -293,14 +294,14 @@ def test_a_flipped_byte_is_caught_before_anything_is_served(monkeypatch):
 
 
 def test_a_copy_that_loses_a_byte_is_named_with_its_first_wrong_byte(monkeypatch):
-    original = module.run_plan
+    original = mover.run_plan
 
     def losing(plan):
         original(plan)
         piece = plan.slices[-1]
         (ctypes.c_ubyte * 8).from_address(piece.dst)[5] ^= 1
 
-    monkeypatch.setattr(module, "run_plan", losing)
+    monkeypatch.setattr(mover, "run_plan", losing)
     reference, partition = reference_layers(7), partition_of(2, 7)
 
     def body(group, domain, device):
@@ -387,7 +388,7 @@ def test_a_ring_fits_its_share_of_the_host_also_when_a_peer_has_allocated_its_ow
     def available():
         return sum(needed) + rounding - sum(ring.nbytes for ring in list(rings.values()))
 
-    monkeypatch.setattr(ring_module, "available_bytes", available)
+    monkeypatch.setattr(host_module, "available_bytes", available)
     assert on_ranks(2, body) == needed
 
 

@@ -18,9 +18,9 @@ from dwdp.group.comm import Group
 from dwdp.group.threads import run_rank_threads
 from dwdp.memory.host import HostDomain
 from dwdp.memory.libc import HostCalls
-from dwdp.partition import layout
-from dwdp.runtime import setup_dense, setup_experts
-from dwdp.weights import copy, transport
+from dwdp.runtime import setup_dense
+from dwdp.weights import copy, mover
+from dwdp.weights.mover import HostMover
 from dwdp.weights.verify import RowChecker
 from tests.support.system import DENSE, SMALL_PAGES
 from tests.weights.fake_experts import dwdp_memfds
@@ -34,10 +34,10 @@ POINTS = {
     "allgather": [(Group, "allgather")],
     "vote": [(Group, "vote")],
     "barrier": [(Group, "barrier")],
-    "copy_slices": [(copy, "copy_slices"), (setup_experts, "copy_slices")],
-    "row_checksums": [(transport, "row_checksums")],
+    "copy_slices": [(copy, "copy_slices"), (mover, "copy_slices")],
+    "row_checksums": [(mover, "row_checksums")],
     "check of rows": [(RowChecker, "check")],
-    "checksum": [(layout, "checksum")],
+    "checksum": [(HostMover, "tensor_sum")],
     "first_difference": [(setup_dense, "first_difference")],
     "value_bytes": [(setup_dense, "_value_bytes")],
 }

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from dwdp.device.nvrtc import compile_cubin
 from dwdp.errors import MemoryDomainError
-from dwdp.weights.checksum import BLOCK_WORDS, FACTOR, LENGTH, MASK, checksum, checksum_of, row_checksums
+from dwdp.memory.checksum import BLOCK_WORDS, FACTOR, LENGTH, MASK, checksum, checksum_of, row_checksums
 from dwdp.weights.cuda_checksum import OPTIONS, SOURCE, THREADS, ChecksumKernel, DeviceChecksums
 from tests.memory.fake_driver import CUresult
 from tests.weights.test_cuda_copy import Setting

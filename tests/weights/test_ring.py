@@ -8,7 +8,7 @@ import pytest
 from dwdp.errors import MemoryDomainError, PrefetchRingMemoryError
 from dwdp.memory.host import HostDomain
 from dwdp.weights.plan import composite_geometry
-from dwdp.weights.ring import PrefetchRing, free_host_bytes
+from dwdp.weights.ring import PrefetchRing
 
 
 @pytest.fixture
@@ -78,8 +78,9 @@ def test_a_page_that_fails_gives_every_page_back_once_and_its_error_is_raised(do
 
 
 def test_free_memory_is_the_declared_size_less_what_is_held_or_a_share_of_the_host():
-    assert free_host_bytes(100_000, held_bytes=9192, ranks_on_host=4) == 90_808
-    assert free_host_bytes(100, held_bytes=9192, ranks_on_host=4) == 0
-    alone = free_host_bytes(None, held_bytes=9192, ranks_on_host=1)
-    shared = free_host_bytes(None, held_bytes=9192, ranks_on_host=4)
+    with HostDomain(0) as domain:
+        assert domain.free_bytes(100_000, held_bytes=9192, ranks_on_host=4) == 90_808
+        assert domain.free_bytes(100, held_bytes=9192, ranks_on_host=4) == 0
+        alone = domain.free_bytes(held_bytes=9192, ranks_on_host=1)
+        shared = domain.free_bytes(held_bytes=9192, ranks_on_host=4)
     assert 0 < shared < alone / 2

@@ -53,6 +53,11 @@ class Paper:
 
     # what a domain offers
 
+    name = "host"
+
+    def reclaim(self) -> None:
+        pass
+
     def create(self, nbytes: int, what: str, *, exportable: bool = True) -> PaperHandle:
         assert nbytes > 0 and nbytes % self.granularity == 0, (what, nbytes)
         handle = PaperHandle(self.rank, what, nbytes, [None] * nbytes, next(self._numbers))

@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass
 from typing import Literal
 
-from dwdp.config.schema import DenseConfig, ServeConfig
+from dwdp.config.schema import DenseConfig, DwdpConfig, ServeConfig
 from dwdp.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -192,22 +192,21 @@ def check_store(dense: DenseConfig) -> None:
         )
 
 
-def check_supported(config: ServeConfig, mode: Mode) -> None:
-    """Refuses settings that the schema knows and that no code serves yet.
+def check_supported(config: ServeConfig, mode: Mode, device: str = "cpu") -> None:
+    """Refuses settings that the schema knows and that cannot be served on this device or together.
 
-    config: as `resolve` gives it. mode: as `check_launch` gives it. Raises ConfigError naming the fields. A
-    choice of the gather's kernel where the gather is off is a warning, as a launch script may always set it.
+    config: as `resolve` gives it. mode: as `check_launch` gives it. device: cpu or cuda, that is used. Raises
+    ConfigError naming the fields. A choice of the gather's kernel where the gather is off is a warning, as a launch
+    script may always set it.
     """
-    wanted = []
-    if config.device == "cuda":
-        wanted.append("device: cuda")
     dwdp = config.dwdp
     if dwdp is not None:
         if config.overlap_scheduler:
             raise ConfigError("overlap_scheduler: true does not go with expert DWDP")
         if config.tp_size > 1:
             raise ConfigError(f"tp_size {config.tp_size} does not go with a dwdp section; remove one of them")
-        if dwdp.sm_reserve is not None:
+        _check_memory(dwdp, device)
+        if dwdp.sm_reserve is not None and device == "cpu":
             raise ConfigError(no_sms(f"dwdp.sm_reserve: {dwdp.sm_reserve} (DWDP_SM_RESERVE)"))
         if dwdp.gather_kernel != "auto" and not dwdp.prefetch_gather:
             logger.warning(
@@ -215,14 +214,6 @@ def check_supported(config: ServeConfig, mode: Mode) -> None:
                 "dwdp.prefetch_gather (DWDP_PREFETCH_GATHER) switches it on",
                 dwdp.gather_kernel,
             )
-        wanted += [
-            f"dwdp.{field}: {shown}"
-            for field, shown, used in (
-                ("memory", dwdp.memory, dwdp.memory == "cuda"),
-                ("handle_type", dwdp.handle_type, dwdp.handle_type != "auto"),
-            )
-            if used
-        ]
     dense = config.dense_dwdp
     if dense is not None and mode != "off":
         check_store(dense)
@@ -231,5 +222,17 @@ def check_supported(config: ServeConfig, mode: Mode) -> None:
             "dense_dwdp.load: sharded keeps no weights to serve on with after a failed set-up: it needs required "
             "(DWDP_DENSE_REQUIRED) on",
         )
-    if wanted:
-        raise ConfigError(f"not supported yet: {', '.join(wanted)}")
+
+
+def _check_memory(dwdp: DwdpConfig, device: str) -> None:
+    """Weights that are shared lie where they are computed with."""
+    if device == "cpu" and dwdp.memory == "cuda":
+        raise ConfigError("dwdp.memory: cuda needs a GPU, and this launch computes on a CPU (device)")
+    if device == "cpu" and dwdp.handle_type != "auto":
+        raise ConfigError(
+            f"dwdp.handle_type: {dwdp.handle_type} is of GPU memory, and this launch computes on a CPU (device)"
+        )
+    if device == "cuda" and dwdp.memory == "host":
+        raise ConfigError("dwdp.memory: host needs device: cpu, and this launch computes on a GPU")
+    if device == "cuda" and dwdp.host_memory_bytes is not None:
+        logger.warning("dwdp.host_memory_bytes: %d has no effect: the device is a GPU", dwdp.host_memory_bytes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,8 +16,12 @@ logger = logging.getLogger(__name__)
 Compiler = Callable[[str, str, Sequence[str]], bytes]
 
 
-def compile_cubin(source: str, arch: str, options: Sequence[str] = ()) -> bytes:
-    """The cubin of `source` for `arch` (sm_90, ...). Raises MemoryDomainError with the compiler's log."""
+@functools.cache
+def compile_cubin(source: str, arch: str, options: tuple[str, ...] = ()) -> bytes:
+    """The cubin of `source` for `arch` (sm_90, ...), compiled once a process.
+
+    Raises MemoryDomainError with the compiler's log.
+    """
     try:
         from cuda.bindings import nvrtc
     except ImportError as error:

@@ -257,28 +257,32 @@ def _build(settings, group, rank, progress, copy_bytes_per_second, trace, stages
     from dwdp.executor.devices import choose_device, compute_dtype
     from dwdp.executor.lockstep import LockstepLoop, join_instance
     from dwdp.executor.loop import SimpleLoop
+    from dwdp.executor.memory import rank_device
     from dwdp.model.loader import load_model
     from dwdp.model.lockstep import LockstepExperts
     from dwdp.model.tokenizer import eos_token_ids
 
     device_name, _ = choose_device(settings.device)
-    dtype = compute_dtype(settings.dtype)
+    dtype = compute_dtype(settings.dtype, device_name)
+    where = rank_device(device_name, rank)
+    if where.type == "cuda":
+        stages.done("torch's cache", _empty_cache)  # the last to be undone
     domain = device = manager = exchange = None
     expert_range = None
-    options = {"copy_bytes_per_second": copy_bytes_per_second, "trace": trace}
+    options = {"where": where, "copy_bytes_per_second": copy_bytes_per_second, "trace": trace}
     if settings.dwdp is not None:
         domain, device, manager = _create_managers(settings, group, rank, options, stages)
         expert_range = manager.partition.ranges[group.rank]
     elif settings.attention_dp:
-        exchange, expert_range = join_instance(settings, group)
+        exchange, expert_range = join_instance(settings, group, where)
         stages.done("exchange", exchange.close)
         if settings.dense_dwdp is not None:
             domain, device, manager = _create_standalone(settings, group, rank, options, stages)
     model = load_model(
         settings.weights or settings.model,
-        dtype=dtype,
+        dtype=dtype or "auto",
         expert_range=expert_range,
-        device=device_name,
+        device=where,
         progress=lambda done, total: progress("load", done, total),
         built=None if manager is None else manager.prepare,
     )
@@ -300,29 +304,34 @@ def _build(settings, group, rank, progress, copy_bytes_per_second, trace, stages
 
 def _create_managers(settings, group, rank, options, stages: Stages):
     from dwdp.config.schema import DwdpConfig, validate
+    from dwdp.executor.memory import choose_handles, create_memory, where_joined
     from dwdp.model.checkpoint import read_config
     from dwdp.model.config import ModelConfig
     from dwdp.runtime.manager import DwdpManager
 
     config = validate(DwdpConfig, None, what="dwdp", as_json=json.dumps(settings.dwdp))
     dense = None if settings.dense_dwdp is None else _dense_config(settings)
-    domain, device = _create_memory(config, rank, options, stages)
+    domain, device = create_memory(config, rank=rank, done=stages.done, **options)
     model_document = read_config(settings.model)
-    group.join(join_info(settings, config, model_document, device_uuid=None))
+    group.join(join_info(settings, config, model_document, **where_joined(domain, options["where"])))
+    choose_handles(domain, group)
     num_experts = ModelConfig.from_dict(model_document).num_experts
     manager = DwdpManager(config, dense, group=group, domain=domain, device=device, num_experts=num_experts)
     _enter(manager, stages)
     return domain, device, manager
 
 
-def join_info(settings, config, model_document: dict, *, device_uuid: str | None) -> dict:
-    """What a rank tells the others of itself when it joins. device_uuid: of its GPU, None on the host."""
+def join_info(
+    settings, config, model_document: dict, *, device_uuid: str | None, memory: str = "host", device: str = "cpu"
+) -> dict:
+    """What a rank tells the others of itself when it joins; see `where_joined`. device_uuid: of its GPU, None on the
+    host."""
     return {
         "dwdp_config": digest(config.model_dump(mode="json")),
         "model_config": digest(model_document),
         "dtype": settings.dtype,
-        "memory": "host",
-        "device": "cpu",
+        "memory": memory,
+        "device": device,
         "device_uuid": device_uuid,
         "allow_shared_device": config.allow_shared_device,
     }
@@ -331,16 +340,19 @@ def join_info(settings, config, model_document: dict, *, device_uuid: str | None
 def _create_standalone(settings, group, rank, options, stages: Stages):
     """Memory, device and manager of dense DWDP on an attention-DP instance; the manager has a group of its own."""
     from dwdp.config.schema import DwdpConfig
+    from dwdp.executor.memory import choose_handles, create_memory
     from dwdp.runtime.standalone import StandaloneDenseManager, join_dense
+    from dwdp.weights.mover import mover_of
     from dwdp.weights.transfers import Transfer
 
     config = DwdpConfig(dwdp_size=settings.ranks)  # there is no dwdp section: its defaults hold
-    domain, device = _create_memory(config, rank, options, stages)
+    domain, device = create_memory(config, rank=rank, done=stages.done, **options)
     dense_group = group.dense_group()
     stages.own_group("dense group", dense_group)
     dense = _dense_config(settings)
-    transfer = Transfer.named(dense.copy, settings.dense_gather_kernel)
+    transfer = Transfer.named(dense.copy, mover_of(domain).best_kernel(settings.dense_gather_kernel))
     join_dense(dense_group)
+    choose_handles(domain, dense_group)
     manager = StandaloneDenseManager(
         dense,
         group=dense_group,
@@ -348,6 +360,7 @@ def _create_standalone(settings, group, rank, options, stages: Stages):
         device=device,
         transfer=transfer,
         verify_every=config.verify_every,
+        sm_reserve=settings.dense_sm_reserve,
     )
     _enter(manager, stages)
     return domain, device, manager
@@ -359,21 +372,11 @@ def _dense_config(settings):
     return validate(DenseConfig, None, what="dense_dwdp", as_json=json.dumps(settings.dense_dwdp))
 
 
-def _create_memory(config, rank, options, stages: Stages):
-    """The host's memory domain and device. options: of the device."""
-    from dwdp.device.host import HostDevice
-    from dwdp.memory.host import HostDomain
+def _empty_cache() -> None:
+    """What this rank's tensors took goes back to the GPU, for whatever comes next in this process or another."""
+    import torch
 
-    domain = HostDomain(
-        rank,
-        granule_bytes=config.host_granule_bytes,
-        page_granules=config.page_granules,
-        mapping_budget=config.mapping_budget,
-    )
-    stages.done("memory domain", domain.close)
-    device = HostDevice(**options)
-    stages.done("device", device.close)
-    return domain, device
+    torch.cuda.empty_cache()
 
 
 def _enter(manager, stages: Stages) -> None:

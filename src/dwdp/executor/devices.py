@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-import os
+import glob
 from collections.abc import Sequence
 
 from dwdp.errors import ConfigError
 
-NVIDIA_PATHS = ("/dev/nvidia0", "/proc/driver/nvidia")
+NVIDIA_PATHS = ("/dev/nvidia[0-9]*", "/proc/driver/nvidia")
 DTYPES = {"float32": "float32", "fp32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16"}
+
+
+def nvidia_path(patterns: Sequence[str] = NVIDIA_PATHS) -> str | None:
+    """A file that says that this machine has an NVIDIA device; None without one."""
+    return next((path for pattern in patterns for path in sorted(glob.glob(pattern))), None)
 
 
 def choose_device(device: str, *, nvidia_paths: Sequence[str] = NVIDIA_PATHS) -> tuple[str, str]:
@@ -20,7 +25,7 @@ def choose_device(device: str, *, nvidia_paths: Sequence[str] = NVIDIA_PATHS) ->
         return "cpu", "asked for"
     if device not in ("auto", "cuda"):
         raise ConfigError(f"device {device!r} is unknown: it is auto, cpu or cuda")
-    found = next((path for path in nvidia_paths if os.path.exists(path)), None)
+    found = nvidia_path(nvidia_paths)
     if device == "auto" and found is None:
         return "cpu", "this machine has no NVIDIA device"
     why = f"device {device}: " + (f"this machine has an NVIDIA device ({found})" if found else "a GPU was asked for")
@@ -30,7 +35,7 @@ def choose_device(device: str, *, nvidia_paths: Sequence[str] = NVIDIA_PATHS) ->
             f"{why} but {' and '.join(lacking)}; install with: pip install 'dwdp[gpu]' and a CUDA build of "
             "torch, or run on the CPU with --device cpu"
         )
-    raise ConfigError(f"{why} but this version has no CUDA memory domain yet; run on the CPU with --device cpu")
+    return "cuda", "asked for" if device == "cuda" else "this machine has an NVIDIA device"
 
 
 def _lacking_for_cuda() -> list[str]:
@@ -47,15 +52,37 @@ def _lacking_for_cuda() -> list[str]:
         has_bindings = False
     if not has_bindings:
         lacking.append("cuda-bindings is not installed")
+    if not lacking and not torch.cuda.is_available():
+        lacking.append("torch sees no GPU (see nvidia-smi and CUDA_VISIBLE_DEVICES)")
     return lacking
 
 
-def compute_dtype(dtype: str):
-    """A dtype's name -> torch dtype; `auto` is float32, the CPU's. Raises ConfigError for another name."""
+def compute_dtype(dtype: str, device: str = "cpu"):
+    """A dtype's name -> torch dtype; `auto` is float32 on a CPU, and on a GPU None, the checkpoint's. Raises
+    ConfigError for another name."""
     import torch
 
     if dtype == "auto":
-        return torch.float32
+        return torch.float32 if device == "cpu" else None
     if dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r} is unknown: it is auto, {', '.join(DTYPES)}")
     return getattr(torch, DTYPES[dtype])
+
+
+def capabilities(device: str, *, gather_kernel: str | None) -> dict[str, str | None]:
+    """What of a launch's demands a device cannot do, and why: gather, batched, exportable; None where it can.
+
+    gather_kernel: that is asked for, None without the gather, which is then not looked at: it takes a compilation.
+    Makes no context on the GPU. The host's domain has a twin of everything.
+    """
+    able = {"gather": None, "batched": None, "exportable": None}
+    if device != "cuda":
+        return able
+    from dwdp.memory.driver import Driver
+    from dwdp.weights.cuda_copy import available_transfers
+
+    driver = Driver()
+    found = available_transfers(driver, 0, gather_kernel=gather_kernel)
+    shares = driver.attribute("VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED", 0)
+    exportable = None if shares else "the device has no virtual memory management"
+    return able | {"gather": found["gather"], "batched": found["batched"], "exportable": exportable}

@@ -9,6 +9,7 @@ import torch
 
 from dwdp.executor.create import digest
 from dwdp.executor.loop import SimpleLoop
+from dwdp.executor.memory import where_joined
 from dwdp.executor.messages import RankSettings, WorkItem, WorkResult, one_line
 from dwdp.group.tensors import TensorExchange
 from dwdp.model.lockstep import LockstepExperts
@@ -51,8 +52,10 @@ class LockstepLoop(SimpleLoop):
             raise
 
 
-def join_instance(settings: RankSettings, group) -> tuple[TensorExchange, tuple[int, int]]:
+def join_instance(settings: RankSettings, group, where: torch.device) -> tuple[TensorExchange, tuple[int, int]]:
     """Meets the other ranks -> (the exchange of the steps, the experts [start, end) of this rank). Collective.
+
+    where: this rank computes.
 
     Dense DWDP is no part of what is compared: its ranks have a group of their own.
     """
@@ -65,8 +68,8 @@ def join_instance(settings: RankSettings, group) -> tuple[TensorExchange, tuple[
             "attention_dp": settings.ranks,
             "model_config": digest(document),
             "dtype": settings.dtype,
-            "device": "cpu",
-            "device_uuid": None,
+            "allow_shared_device": settings.allow_shared_device,
+            **where_joined(None, where),
         }
     )
     partition = ExpertPartition.balanced(settings.ranks, ModelConfig.from_dict(document).num_experts)

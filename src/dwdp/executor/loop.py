@@ -111,7 +111,7 @@ class SimpleLoop:
         for start, end in bounds:
             ids = torch.tensor([list(token_ids[start:end])], dtype=torch.int64)
             # a copy: a view would keep nothing of the model's alive, but its scratch may be used again
-            parts.append(self.forward(ids, state)[0].float().clone())
+            parts.append(self.forward(ids, state)[0].to("cpu", torch.float32, copy=True))
         return torch.cat(parts)
 
 
@@ -128,9 +128,13 @@ class _Sequence:
         self.digest = hashlib.sha256() if hashed else None
 
     def take(self, logits: torch.Tensor) -> None:
-        """logits: [T, vocab] of the positions just computed; samples the next token from the last of them."""
+        """logits: [T, vocab] of the positions just computed; samples the next token from the last of them.
+
+        On the host, whatever they were computed on: a seed then gives the same draws everywhere.
+        """
+        logits = (logits[-1:] if self.digest is None else logits).detach().float().cpu()
         if self.digest is not None:
-            self.digest.update(logits.detach().float().contiguous().cpu().numpy().astype("<f4", copy=False).data)
+            self.digest.update(logits.contiguous().numpy().astype("<f4", copy=False).data)
         token, logprobs = self.sampler.sample(logits[-1])
         self.tokens.append(token)
         if self.logprobs is not None:

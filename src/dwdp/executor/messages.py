@@ -20,7 +20,9 @@ class RankSettings(msgspec.Struct, frozen=True, kw_only=True):
     dwdp, dense_dwdp: the config sections as plain documents, dwdp None without expert DWDP. attention_dp: the
     ranks step together and divide the experts. dense_gather_kernel: of standalone copies by gather. cores: compute
     threads are max(1, cores // ranks). store_host, store_port: where the group's TCPStore listens; port 0 for runs
-    without a group. weights: the folder that a weight update has put in the place of `model`'s tensors.
+    without a group. allow_shared_device: several ranks may be on one GPU.
+    dense_sm_reserve: SMs that a standalone launch keeps free.
+    weights: the folder that a weight update has put in the place of `model`'s tensors.
     """
 
     model: str
@@ -32,6 +34,8 @@ class RankSettings(msgspec.Struct, frozen=True, kw_only=True):
     dense_dwdp: dict | None = None
     attention_dp: bool = False
     dense_gather_kernel: str = "auto"
+    allow_shared_device: bool = False
+    dense_sm_reserve: int | None = None
     cores: int = 1
     store_host: str = "127.0.0.1"
     store_port: int = 0

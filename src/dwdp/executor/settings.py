@@ -125,12 +125,12 @@ def resolve(
         ranks = files.asked_ranks(plain.ranks, plain.tp_size, plain.attention_dp)
         asked["dwdp"] = dwdp_section(_plain(dwdp), ranks)
     config, lines = files.resolve(validate(ServeConfig, asked, what="LLM"), environ)
-    mode = _check_gate(config, model, environ)
 
     from dwdp.executor.devices import choose_device
 
-    folder = model_folder(model)
     device, device_why = choose_device(config.device)
+    mode = _check_gate(config, model, environ, device)
+    folder = model_folder(model)
     model_config, tokenizer = _read_model(folder)
     partition = None
     if config.dwdp is not None:
@@ -147,6 +147,8 @@ def resolve(
         dwdp=None if config.dwdp is None else config.dwdp.model_dump(mode="json"),
         dense_dwdp=config.dense_dwdp.model_dump(mode="json") if mode != "off" else None,
         attention_dp=config.attention_dp,
+        allow_shared_device=config.dwdp is not None and config.dwdp.allow_shared_device,
+        dense_sm_reserve=env.value("DWDP_SM_RESERVE", environ) if mode == "standalone" else None,
         dense_gather_kernel=env.value("DWDP_GATHER_KERNEL", environ) or "auto",
         cores=len(os.sched_getaffinity(0)),
         socket_dir=env.socket_dir(environ),
@@ -164,23 +166,28 @@ def _choices(config: ServeConfig, mode: str, device: str, device_why: str) -> st
     why_not = "weights are replicated" if config.dwdp is None else "one rank holds everything"
     if config.attention_dp:
         why_not = "the ranks divide the experts and share no memory"
-    domain = "host (memfds, the device is a CPU)" if shared else f"none ({why_not})"
+    on_cpu = device == "cpu"
+    domain = "host (memfds, the device is a CPU)" if on_cpu else "cuda (handles of the GPUs' memory, of a type tried)"
+    domain = domain if shared else f"none ({why_not})"
     transfer = f"none ({why_not})"
     if mode == "standalone":
         transfer = f"{config.dense_dwdp.copy} (dense_dwdp.copy)"
     elif shared:
-        transfer = _transfer(config.dwdp)
-    dtype = "float32 (auto, on a CPU)" if config.dtype == "auto" else f"{config.dtype} (asked for)"
+        transfer = _transfer(config.dwdp, on_cpu)
+    auto = "float32 (auto, on a CPU)" if on_cpu else "the checkpoint's (auto, on a GPU)"
+    dtype = auto if config.dtype == "auto" else f"{config.dtype} (asked for)"
+    kernels = "eager torch" + (" (a CPU has no others)" if on_cpu else "")
     return (
-        f"domain {domain}, device {device} ({device_why}), kernels eager torch (a CPU has no others), "
+        f"domain {domain}, device {device} ({device_why}), kernels {kernels}, "
         f"transfer {transfer}, dtype {dtype}, ranks {config.ranks}"
     )
 
 
-def _transfer(dwdp: DwdpConfig) -> str:
+def _transfer(dwdp: DwdpConfig, on_cpu: bool) -> str:
     if dwdp.prefetch_gather:
         beside = "; contention_opt has no effect beside it" if dwdp.contention_opt else ""
-        return f"gather (prefetch_gather, kernel {dwdp.gather_kernel}, as its twin on the host{beside})"
+        twin = ", as its twin on the host" if on_cpu else ""
+        return f"gather (prefetch_gather, kernel {dwdp.gather_kernel}{twin}{beside})"
     return f"{dwdp.transfer} ({'contention_opt' if dwdp.contention_opt else 'the default'})"
 
 
@@ -189,8 +196,20 @@ def _plain(section: Any) -> Any:
     return dict(section) if isinstance(section, Mapping) else section
 
 
-def _check_gate(config: ServeConfig, model: str | os.PathLike, environ: Mapping[str, str] | None) -> str:
-    """config: as `files.resolve` gives it -> the mode of dense DWDP."""
+def _check_gate(config: ServeConfig, model: str | os.PathLike, environ: Mapping[str, str] | None, device: str) -> str:
+    """config: as `files.resolve` gives it; device: that is used -> the mode of dense DWDP."""
+    from dwdp.executor.devices import capabilities
+
+    dense_copy = files.requested_dense_copy(config.dense_dwdp, environ)
+    kernel = None
+    if config.dwdp is not None and config.dwdp.prefetch_gather:
+        kernel = config.dwdp.gather_kernel
+    elif config.dwdp is None and config.dense_dwdp.enabled and dense_copy == "gather":
+        kernel = env.value("DWDP_GATHER_KERNEL", environ) or "auto"
+    unable = capabilities(device, gather_kernel=kernel)
+    for what, reason in unable.items():
+        if reason is not None:
+            logger.info("this device has no %s: %s", what, reason)
     mode = check_launch(
         LaunchSettings(
             dense=config.dense_dwdp.enabled,
@@ -198,19 +217,19 @@ def _check_gate(config: ServeConfig, model: str | os.PathLike, environ: Mapping[
             tp_size=config.tp_size,
             attention_dp=config.attention_dp,
             overlap_scheduler=config.overlap_scheduler,
-            exportable_memory=True,
-            dense_copy=files.requested_dense_copy(config.dense_dwdp, environ),
+            exportable_memory=unable["exportable"] is None,
+            dense_copy=dense_copy,
             group="store",
-            gather_available=True,  # the host domain has a twin of each transfer
-            batched_available=True,
+            gather_available=unable["gather"] is None,
+            batched_available=unable["batched"] is None,
             expert_transfer=None if config.dwdp is None else config.dwdp.transfer,
             role=config.role,
-            gathered_bytes_per_step=_gathered_bytes(config, model),
+            gathered_bytes_per_step=_gathered_bytes(config, model, device),
         )
     )
-    check_supported(config, mode)
+    check_supported(config, mode, device)
     reserve = env.setting("DWDP_SM_RESERVE", environ)
-    if mode == "standalone" and reserve is not None:
+    if mode == "standalone" and reserve is not None and device == "cpu":
         raise ConfigError(no_sms(f"{reserve.variable}={reserve.text}"))
     if config.attention_dp and config.tp_size == 1:
         raise ConfigError("attention_dp: true needs tp_size, the number of ranks, over 1: it is 1")
@@ -219,7 +238,7 @@ def _check_gate(config: ServeConfig, model: str | os.PathLike, environ: Mapping[
     return mode
 
 
-def _gathered_bytes(config: ServeConfig, model: str | os.PathLike) -> int | None:
+def _gathered_bytes(config: ServeConfig, model: str | os.PathLike, device: str) -> int | None:
     """What one forward of a rank gathers, where the gate's warning needs it: standalone, in a role that decodes."""
     dense = config.dense_dwdp
     if not (dense.enabled and config.attention_dp and config.tp_size > 1 and config.role != "context"):
@@ -228,11 +247,14 @@ def _gathered_bytes(config: ServeConfig, model: str | os.PathLike) -> int | None
     from dwdp.model.checkpoint import read_config
     from dwdp.model.config import ModelConfig
     from dwdp.model.decoder import KimiK3Model
+    from dwdp.model.loader import stored_dtype
     from dwdp.partition.collect import collect
 
     # on the meta device: the layout needs shapes and dtypes, and no byte
     built = KimiK3Model(
-        ModelConfig.from_dict(read_config(model_folder(model))), dtype=compute_dtype(config.dtype), device="meta"
+        ModelConfig.from_dict(read_config(model_folder(model))),
+        dtype=compute_dtype(config.dtype, device) or stored_dtype(model_folder(model)),
+        device="meta",
     )
     collected = collect(
         built,

@@ -69,10 +69,11 @@ class TensorExchange:
                 raise self._cause(error, "connecting the ranks of the step") from error
 
     def all_gather(self, mine: Tensor) -> list[Tensor]:
-        """Every rank's tensor, in rank order; all have the same shape and dtype."""
-        parts = [torch.empty_like(mine) for _ in range(self.group.size)]
-        self._run("gathering", lambda: self._gloo.allgather([parts], [mine]))
-        return parts
+        """Every rank's tensor, in rank order; all have the same shape and dtype. It goes through the host."""
+        sent = mine.cpu()
+        parts = [torch.empty_like(sent) for _ in range(self.group.size)]
+        self._run("gathering", lambda: self._gloo.allgather([parts], [sent]))
+        return [part.to(mine.device) for part in parts]
 
     def all_to_all(self, rows: Tensor, counts: Sequence[int]) -> list[Tensor]:
         """rows: [sum(counts), width], in rank order of who gets them -> of every rank what is for this one.
@@ -80,12 +81,13 @@ class TensorExchange:
         counts: rows for each rank, the same list on every rank.
         """
         own, size = counts[self.group.rank], self.group.size
-        received = rows.new_empty((size * own, rows.shape[1]))
+        sent = rows.cpu()
+        received = sent.new_empty((size * own, rows.shape[1]))
         self._run(
             "handing over",
-            lambda: self._gloo.alltoall_base(received, rows, [own] * size, list(counts), dist.AllToAllOptions()),
+            lambda: self._gloo.alltoall_base(received, sent, [own] * size, list(counts), dist.AllToAllOptions()),
         )
-        return list(received.view(size, own, rows.shape[1]))
+        return list(received.to(rows.device).view(size, own, rows.shape[1]))
 
     def _run(self, what: str, start: Callable[[], Any]) -> None:
         if self.broken or self.closed:

@@ -11,7 +11,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dwdp.errors import MemoryDomainError
 from dwdp.memory.libc import raise_descriptor_limit
@@ -52,10 +52,23 @@ class MemoryDomain(ABC):
         )
         self.mapping_budget = mapping_budget
         self.allocated_bytes = 0
+        self.mover: Any = None  # of `weights`, where the domain has one of its own; closed with the domain
         self._lock = threading.RLock()
         self._handles: dict[int, Handle] = {}
         self._ranges: dict[int, Range] = {}
         self._closed = False
+
+    @abstractmethod
+    def free_bytes(self, size: int | None = None, *, held_bytes: int = 0, ranks_on_host: int = 1) -> int:
+        """Bytes that this rank may still allocate.
+
+        size: of a device that is the host's memory, of which `held_bytes` (the domain's memory and the weights
+        outside it) are taken; None: what the host has available now, shared by its ranks. A GPU knows itself.
+        """
+
+    @abstractmethod
+    def reclaim(self) -> None:
+        """Tensors were dropped and handles are made next: what an allocator keeps of their memory is given back."""
 
     # handles
 
@@ -292,6 +305,9 @@ class MemoryDomain(ABC):
             self._closed = True
             errors = [self.free(area) for area in list(self._ranges.values())]
             errors += [self.release(handle) for handle in list(self._handles.values())]
+            mover, self.mover = self.mover, None
+            if mover is not None:
+                errors.append(self._attempt("giving prepared copies back", mover.close))
             return [error for error in errors if error is not None]
 
     def __enter__(self):

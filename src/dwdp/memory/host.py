@@ -62,6 +62,14 @@ class HostDomain(MemoryDomain):
         )
         super().__init__(rank, granule_bytes, page_granules, mappings, descriptor_budget)
 
+    def free_bytes(self, size: int | None = None, *, held_bytes: int = 0, ranks_on_host: int = 1) -> int:
+        if size is not None:
+            return max(0, size - held_bytes)
+        return available_bytes() // max(1, ranks_on_host)  # memory that is held already is not part of that
+
+    def reclaim(self) -> None:
+        """The host's allocator keeps nothing of what is as large as a table."""
+
     # handles
 
     def create(self, nbytes: int, what: str, *, exportable: bool = True) -> Handle:

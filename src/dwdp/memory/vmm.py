@@ -85,15 +85,18 @@ class CudaDomain(MemoryDomain):
             "peers_read_only": self.peers_read_only,
         }
 
-    def free_bytes(self) -> int:
+    def free_bytes(self, size: int | None = None, *, held_bytes: int = 0, ranks_on_host: int = 1) -> int:
         """Bytes free on the device, read after torch's allocator has given back what it caches."""
+        self.reclaim()
+        self.driver.use_device(self.device_index)
+        free, _ = self.driver("cuMemGetInfo")
+        return int(free)
+
+    def reclaim(self) -> None:
         import torch
 
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
-        self.driver.use_device(self.device_index)
-        free, _ = self.driver("cuMemGetInfo")
-        return int(free)
 
     # handles
 
@@ -237,6 +240,11 @@ class CudaDomain(MemoryDomain):
         self._call("cuMemUnmap", mapping.address, mapping.nbytes, what=f"handle {mapping.handle.what}")
 
     def _clear(self, area: Range, mappings: list[Mapping]) -> Exception | None:
+        # What torch was given to do with tensors over the range may not be over, and would fault behind the unmap.
+        try:
+            self._call("cuCtxSynchronize")
+        except DriverError:
+            pass  # work has failed: whoever waits for it is told, and the memory goes all the same
         errors = [self._attempt(f"unmap of {mapping.handle.what}", self._unmap, mapping) for mapping in mappings]
         return next((error for error in errors if error is not None), None)
 

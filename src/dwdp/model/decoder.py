@@ -187,7 +187,8 @@ class KimiK3Model(nn.Module):
         return ModelState.zeros(self.config, batch, capacity, dtype=self.dtype, device=device)
 
     def forward(self, ids: Tensor, state: ModelState | None = None, *, last_only: bool = False) -> Tensor:
-        """ids: [B, T] -> fp32 logits [B, T, vocab], or [B, 1, vocab] of the last token with `last_only`.
+        """ids: [B, T], on any device -> fp32 logits [B, T, vocab], or [B, 1, vocab] of the last token with
+        `last_only`, on the model's.
 
         With `state` every sequence goes on from its own length and the state is updated in place; a forward
         that raises leaves it as it was. Without, sequences start empty and the result is differentiable.
@@ -204,7 +205,7 @@ class KimiK3Model(nn.Module):
             state.begin(*ids.shape)
         if self.dense is not None:
             self.dense.h0()
-        hidden = self.model(ids, state)
+        hidden = self.model(ids.to(self.lm_head.weight.device), state)
         if state is not None:
             state.commit(ids.shape[1])
         if last_only:

@@ -189,11 +189,21 @@ def _resolve_dtype(dtype: str | torch.dtype, checkpoint: Checkpoint, device: tor
     if dtype == "auto":
         if device.type == "cpu":
             return torch.float32
-        stored = (e.dtype for name, e in checkpoint.entries.items() if name.endswith("embed_tokens.weight"))
-        return DTYPES.get(next(stored, "BF16"), torch.bfloat16)
+        return _stored_dtype(checkpoint)
     if dtype not in _DTYPES:
         raise ConfigError(f"dtype {dtype!r} is unknown; known are auto, {', '.join(_DTYPES)}")
     return _DTYPES[dtype]
+
+
+def _stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
+    stored = (e.dtype for name, e in checkpoint.entries.items() if name.endswith("embed_tokens.weight"))
+    return DTYPES.get(next(stored, "BF16"), torch.bfloat16)
+
+
+def stored_dtype(path: str | os.PathLike) -> torch.dtype:
+    """What "auto" is for a checkpoint on a GPU: the dtype of its embedding."""
+    with Checkpoint(path) as checkpoint:
+        return _stored_dtype(checkpoint)
 
 
 def _expert_format(checkpoint: Checkpoint, config: ModelConfig, formats: Formats) -> str:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from dwdp.errors import DwdpError
 from dwdp.model.config import ModelConfig
 from dwdp.model.norms import RMSNorm, gated_activation, normal_init, wide, widen
+from dwdp.runtime.sm_reserve import leaving_sms
 
 EXPERT_FORMATS = ("plain", "mxfp4", "nvfp4")
 
@@ -204,8 +205,9 @@ class RoutedExperts(nn.Module):
         """All experts in two grouped products, then the sum per token in ascending expert order."""
         ends = counts.cumsum(0).to(torch.int32)
         gathered = x.index_select(0, tokens)
-        gate, up = F.grouped_mm(gathered, self.w13.transpose(-1, -2), offs=ends).chunk(2, -1)
-        out = F.grouped_mm(self.activation(gate, up), self.w2.transpose(-1, -2), offs=ends)
+        with leaving_sms():  # see [Note: the reserve]
+            gate, up = F.grouped_mm(gathered, self.w13.transpose(-1, -2), offs=ends).chunk(2, -1)
+            out = F.grouped_mm(self.activation(gate, up), self.w2.transpose(-1, -2), offs=ends)
         place = torch.empty_like(order)
         place[order] = torch.arange(order.numel(), device=order.device)
         place = place.view(weights.shape)

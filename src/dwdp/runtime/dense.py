@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -12,7 +13,7 @@ from dwdp.errors import DwdpError, VerificationError
 from dwdp.runtime import dense_schedule as ds
 from dwdp.runtime.counters import Counters
 from dwdp.runtime.watchdog import SlotChecker
-from dwdp.weights.copy import run_plan
+from dwdp.weights.mover import HOST_MOVER, Checks
 from dwdp.weights.plan import CopyPlan
 
 logger = logging.getLogger(__name__)
@@ -24,7 +25,7 @@ class DenseRuntime:
     positions: layer_index -> pos of the covered layers; hooks of other layers do nothing. plans: for each
     pos, slot -> plan. checker: with `watch` (DEBUG=2) it checks every layer at H1, and every `verify_every`
     forwards (0: never) one layer behind its copy, on the copy stream. strict: a demand fetch and a mismatch of
-    the watch are errors. After `release()` every hook does nothing.
+    the watch are errors. mover: of the domain. After `release()` every hook does nothing.
 
     [Note: events belong to slots] Each slot has one ready event, recorded on the copy stream behind its copy,
     and one end-of-read event, recorded on the compute stream when its window closes. They are made once and
@@ -43,14 +44,21 @@ class DenseRuntime:
         checker: SlotChecker | None = None,
         watch: bool = False,
         verify_every: int = 0,
+        mover: Any = HOST_MOVER,
     ) -> None:
         self.device, self.schedule, self.counters = device, schedule, counters
         self.positions, self.plans = dict(positions), list(plans)
         self.strict, self.checker, self.watch = strict, checker, watch
         self.verify_every = verify_every if checker is not None else 0
-        self.verification_error: VerificationError | None = None
+        self._verification_error: VerificationError | None = None
         self.watch_mismatches = 0
         self.released = False
+        self.mover = mover
+        self._checks = Checks(mover)
+        for pos, slots in enumerate(self.plans if self.verify_every else ()):
+            for slot in slots:
+                judge = partial(self._verify, pos, slot)
+                self._checks.prepare((pos, slot), partial(checker.rows, pos, slot), judge)
         self._forwards = 0
         self._verify_next: int | None = None
         names = sorted({name for plan in self.plans for name in plan})
@@ -92,6 +100,7 @@ class DenseRuntime:
         """After the MoE block, auxiliary streams joined: the layer's dense weights are read no more."""
         if self.verify_every and self.positions.get(layer_index) == self.schedule.num_layers - 1:
             self._forwards += 1
+            self._checks.poll()
             if self._forwards % self.verify_every == 0:
                 self._verify_next = self._forwards // self.verify_every % self.schedule.num_layers
         self._hook("H3", layer_index)
@@ -135,13 +144,23 @@ class DenseRuntime:
                 if self.strict:
                     raise VerificationError(problem)
 
-    def _verify(self, pos: int, slot: str) -> None:
-        """Runs on the copy stream, behind the copy and before its ready event; keeps the first mismatch."""
-        problem = self.checker.problem(pos, slot)
+    @property
+    def verification_error(self) -> VerificationError | None:
+        """The first mismatch of the sampled checks that is known by now, or None."""
+        self._checks.poll()
+        return self._verification_error
+
+    def _verify(self, pos: int, slot: str, sums: list[int]) -> None:
+        """sums: made on the copy stream, behind the copy and before its ready event; keeps the first mismatch."""
+        problem = self.checker.judge(pos, slot, sums, at_rest=self.mover.at_rest)
         if problem:
             logger.error("%s", problem)
-            if self.verification_error is None:
-                self.verification_error = VerificationError(problem)
+            if self._verification_error is None:
+                self._verification_error = VerificationError(problem)
+
+    def close_checks(self) -> None:
+        """Gives the sampled checks back; none may be in flight. Idempotent."""
+        self._checks.close()
 
     # ---- actions; see [Note: an action is done before it counts] ----
 
@@ -156,9 +175,9 @@ class DenseRuntime:
         for slot in action.slots:
             where = {"slot": slot, "layer": action.pos}
             plan = plans[slot]
-            self.device.enqueue(copy, partial(run_plan, plan), kind="copy", nbytes=plan.nbytes, **where)
+            self.device.enqueue(copy, self.mover.submission(plan), kind="copy", nbytes=plan.nbytes, **where)
             if action.pos == self._verify_next:
-                self.device.enqueue(copy, partial(self._verify, action.pos, slot), kind="read", **where)
+                self.device.enqueue(copy, self._checks.enqueued((action.pos, slot)), kind="read", **where)
         if action.pos == self._verify_next:
             self._verify_next = None
         for slot in action.slots:

@@ -124,6 +124,7 @@ class DenseDwdpManager:
         from dwdp.runtime.model_hooks import install_hooks
         from dwdp.runtime.setup_dense import DenseSetup
         from dwdp.runtime.watchdog import SlotChecker
+        from dwdp.weights.mover import mover_of
 
         if self.runtime is not None:
             return self.report
@@ -153,9 +154,10 @@ class DenseDwdpManager:
                 weights.plans,
                 counters,
                 strict=self.config.strict,
-                checker=SlotChecker(weights.layout, weights.store, weights.slots, weights.checksums),
+                checker=SlotChecker(weights.layout, weights.store, weights.slots, weights.checksums, mover_of(domain)),
                 watch=self.config.debug >= 2,
                 verify_every=verify_every,
+                mover=mover_of(domain),
             )
         except BaseException as error:
             # Committed, and without a runtime nobody else would give the memory back.
@@ -213,8 +215,14 @@ class DenseDwdpManager:
             self.weights.store.unmap_imports()
 
     def release_own(self) -> None:
-        """Releases this rank's rows and slots."""
+        """Releases prepared copies, this rank's rows and slots."""
+        from dwdp.weights.mover import mover_of
+
+        if self.runtime is not None:
+            self.runtime.close_checks()
         if self.weights is not None:
+            for plans in self.weights.plans:
+                mover_of(self.weights.store.domain).forget(list(plans.values()))
             self.weights.slots.close()
             self.weights.store.close()
             self.weights = None

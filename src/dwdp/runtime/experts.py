@@ -20,7 +20,7 @@ from dwdp.runtime.schedule import (
     Synchronise,
     Wait,
 )
-from dwdp.weights.copy import run_plan
+from dwdp.weights.mover import HOST_MOVER, Checks
 from dwdp.weights.plan import CopyPlan
 from dwdp.weights.small import SmallSpec
 
@@ -34,8 +34,8 @@ class ExpertRuntime:
     plans: one CopyPlan per managed layer; none (one rank alone) makes every method do nothing. num_slots: S;
     min(S, L) are used. transport, ring: what `release_own` gives back. small: the exchanged per-expert tensors.
     modules: the layers' routed experts, held weakly. checker, verify_every: every so many forwards one layer's rows
-    are compared again on the copy stream; a mismatch is kept in `verification_error` and logged. report: what setup
-    found.
+    are compared again on the copy stream; a mismatch is kept in `verification_error` and logged. mover: of the
+    domain. report: what setup found.
 
     [Note: events] Each slot has one ready event and one end-of-read event. An event belongs to the slot that
     was read or written, never to the layer or to the slot of the copy that follows.
@@ -54,13 +54,14 @@ class ExpertRuntime:
         modules: Sequence[Any] = (),
         checker: Any = None,
         verify_every: int = 0,
+        mover: Any = HOST_MOVER,
         report: dict[str, Any] | None = None,
     ) -> None:
         self.device = device
         self.plans = list(plans)
         self.counters = Counters() if counters is None else counters
         self.report = {} if report is None else report
-        self.verification_error: VerificationError | None = None
+        self._verification_error: VerificationError | None = None
         self.verified_forward: int | None = None
         self.schedule = PrefetchSchedule(len(plans), num_slots) if plans else None
         slots = range(self.schedule.num_slots if self.schedule else 0)
@@ -74,6 +75,10 @@ class ExpertRuntime:
         self._forwards = 0
         self._check_next: int | None = None
         self._stopped = False
+        self.mover = mover
+        self._checks = Checks(mover)
+        for pos in range(len(plans) if self._verify_every and checker is not None else 0):
+            self._checks.prepare(pos, partial(checker.rows, pos), partial(self._verify, pos))
 
     @property
     def num_layers(self) -> int:
@@ -129,10 +134,10 @@ class ExpertRuntime:
         device, plan, slot = self.device, self.plans[action.layer], action.slot
         where = {"slot": self._names[slot], "layer": action.layer}
         device.wait(device.copy, self._end_of_read[slot], **where)
-        device.enqueue(device.copy, partial(run_plan, plan), kind="copy", nbytes=plan.nbytes, **where)
+        device.enqueue(device.copy, self.mover.submission(plan), kind="copy", nbytes=plan.nbytes, **where)
         if action.layer == self._check_next:
             self._check_next = None
-            device.enqueue(device.copy, partial(self._verify, action.layer), kind="read", **where)
+            device.enqueue(device.copy, self._checks.enqueued(action.layer), kind="read", **where)
         device.record(self._ready[slot], device.copy, **where)
         self.counters.copies += 1
         self.counters.copied_bytes += plan.nbytes
@@ -170,19 +175,27 @@ class ExpertRuntime:
 
     # Verification beside the forwards.
 
+    @property
+    def verification_error(self) -> VerificationError | None:
+        """The first mismatch that is known by now, or None."""
+        self._checks.poll()
+        return self._verification_error
+
     def _count_forward(self) -> None:
         self._forwards += 1
+        self._checks.poll()
         if self.checker is not None and self._verify_every and self._forwards % self._verify_every == 0:
             self._check_next = self._forwards // self._verify_every % self.num_layers
 
-    def _verify(self, pos: int) -> None:
-        """Runs on the copy stream, after the copy and before its ready event. Keeps the first mismatch."""
+    def _verify(self, pos: int, sums: list[int]) -> None:
+        """sums: of the layer's rows, made on the copy stream after the copy and before its ready event. Keeps the
+        first mismatch."""
         try:
-            self.checker.check(pos)
+            self.checker.compare(pos, sums, at_rest=self.mover.at_rest)
             self.verified_forward = self._forwards
         except VerificationError as error:
-            if self.verification_error is None:
-                self.verification_error = error
+            if self._verification_error is None:
+                self._verification_error = error
             logger.error("%s", error)
 
     # The end: drain, then (all ranks) unmap_imports, then (all ranks) release_own.
@@ -211,11 +224,17 @@ class ExpertRuntime:
             self.transport.unmap_imports()
 
     def release_own(self) -> None:
-        """Releases own handles, composite ranges and the ring's pages; idempotent."""
+        """Releases prepared copies, own handles, composite ranges and the ring's pages; idempotent."""
+        self.close_checks()
+        self.mover.forget(self.plans)
         if self.transport is not None:
             self.transport.release_own()
         if self._ring is not None:
             self._ring.close()
+
+    def close_checks(self) -> None:
+        """Gives the sampled checks back; none may be in flight. Idempotent."""
+        self._checks.close()
 
     def release(self) -> None:
         """All three steps without the other ranks; idempotent."""

@@ -15,7 +15,9 @@ from dwdp.group.ranks import name_ranks
 from dwdp.partition.experts import ExpertPartition
 from dwdp.runtime.counters import Counters
 from dwdp.runtime.dense_manager import DenseDwdpManager, current_dense_manager, refuse_weight_change
+from dwdp.runtime.sm_reserve import drop_reserve, reserve_sms
 from dwdp.runtime.teardown import attempt, give_back
+from dwdp.weights.mover import mover_of
 from dwdp.weights.transfers import Transfer
 
 if TYPE_CHECKING:
@@ -40,11 +42,14 @@ class DwdpManager:
     def __init__(self, config, dense, *, group, domain, device, num_experts: int) -> None:
         self.config, self.group, self.domain, self.device = config, group, domain, device
         self.partition = ExpertPartition.from_config(config, num_experts=num_experts)
-        self.transfer = Transfer.named(config.transfer, config.gather_kernel)  # of expert and dense copies
         self.dense_config = dense
         enabled = dense is not None and dense.enabled
         if enabled and config.dwdp_size < 2:
             raise DwdpError("dense DWDP on top of expert DWDP needs dwdp_size > 1, it is 1")
+        kernel = mover_of(domain).best_kernel(config.gather_kernel)
+        self.transfer = Transfer.named(config.transfer, kernel)  # of expert and dense copies
+        moves = config.dwdp_size > 1 and config.transfer == "gather"
+        self._gather_sms = mover_of(domain).gather_sms() if moves else 0
         self.dense = DenseDwdpManager(dense) if enabled else None
         self.experts: ExpertRuntime | None = None
         self._loaded: LoadedTables | None = None  # what the model is loaded into, until `setup` takes it over
@@ -58,12 +63,15 @@ class DwdpManager:
     def __enter__(self) -> DwdpManager:
         if self.dense is not None:
             self.dense.register()
+        # One reserve for both: dense copies use the same transfer.
+        reserve_sms(self.config.sm_reserve, self._gather_sms)
         return self
 
     def __exit__(self, kind, error, trace) -> None:
         try:
             self._release(agreed=kind is None)
         finally:
+            drop_reserve()
             if self.dense is not None:
                 self.dense.unregister()
 
@@ -189,6 +197,7 @@ class DwdpManager:
         if not self._dense_committed and self.experts is None and self._loaded is None:
             return  # the model is as it was
         self._drop_loaded()
+        drop_reserve()
         if getattr(model, "unusable", None) is None:
             model.unusable = error
         give_back(self._parts())
@@ -206,11 +215,10 @@ class DwdpManager:
     def _free_bytes_of(self, model) -> Callable[[], int]:
         def free_bytes() -> int:
             from dwdp.runtime.setup_experts import outside_bytes
-            from dwdp.weights.ring import free_host_bytes
 
             held = self.domain.allocated_bytes + outside_bytes(model, self.domain)
             declared = self.config.host_memory_bytes
-            return free_host_bytes(declared, held_bytes=held, ranks_on_host=self.group.size)
+            return self.domain.free_bytes(declared, held_bytes=held, ranks_on_host=self.group.size)
 
         return free_bytes
 
@@ -288,6 +296,7 @@ class DwdpManager:
             return
         self._released = True
         parts = list(self._parts())
+        drop_reserve()
         if not parts and self._loaded is None:
             return
         self._drop_loaded()

@@ -34,7 +34,7 @@ from dwdp.runtime.leaks import find_leaks
 from dwdp.runtime.load_rows import LoadedRows, all_checksums, collect_dense, new_row_store
 from dwdp.runtime.slots import DenseSlots, MappedSlots, gather_plans, mapped_slot_bytes, slot_bytes
 from dwdp.runtime.watchdog import SlotChecker
-from dwdp.weights.copy import run_plan
+from dwdp.weights.mover import mover_of
 from dwdp.weights.plan import CopyPlan
 from dwdp.weights.store import RowStore
 from dwdp.weights.transfers import PER_SLICE, Transfer
@@ -104,6 +104,7 @@ class DenseSetup:
         self.model, self.config, self.loaded = model, config, loaded
         self.transfer, self.manager = transfer, manager
         self.group, self.domain, self.device = group, domain, device
+        self.mover = mover_of(domain)
         self.free_bytes = free_bytes
         self.collected: Collected | None = None
         self.checksums: list[list[str]] = []
@@ -197,7 +198,9 @@ class DenseSetup:
         layout = {"granularity of memory": str(self.domain.granularity), "layout digest": self.layout.digest}
         weights = {}
         for number, blob in enumerate(self.layout.blobs):
-            sums = original_checksums(blob, self._originals(number)) if self.loaded is None else []
+            sums = []
+            if self.loaded is None:
+                sums = original_checksums(blob, self._originals(number), self.mover.tensor_sum)
             self.checksums.append(sums)
             for i, storage in enumerate(blob.storages):
                 layout[f"{blob.name} storage {i}"] = storage.describe()
@@ -254,6 +257,7 @@ class DenseSetup:
         self.slots.allocate()
         for number in range(len(self.layout.blobs)) if self.loaded is None else ():
             self.store.write_row(number, self._originals(number))
+        self.mover.settle()  # peers read the rows once they have the handles
         return self.store.exports()
 
     def _p3_map_peers(self, peers: dict[int, list[Exported]]) -> None:
@@ -294,6 +298,7 @@ class DenseSetup:
     def _p6_drop_originals(self) -> tuple[dict, DenseWeights]:
         if self.config.debug >= 1:
             self.slots.fill_with_nan()
+            self.mover.settle()  # the first copies come behind it
         originals = [
             (StorageWeakRef(bindings[0].original.untyped_storage()), storage.name)
             for number, blob in enumerate(self.layout.blobs if self.loaded is None else ())
@@ -338,7 +343,12 @@ class DenseSetup:
                 _point(binding.tensor, binding.original)
                 binding.assign(binding.tensor)
         # No copy may run into memory that is given back; the error of one was this setup's, which is given up.
-        steps = [self.device.recover, *(owner.close for owner in (self.slots, self.store) if owner is not None)]
+        forget = [lambda plans=plans: self.mover.forget(list(plans.values())) for plans in self.plans]
+        steps = [
+            self.device.recover,
+            *forget,
+            *(owner.close for owner in (self.slots, self.store) if owner is not None),
+        ]
         for step in steps:
             try:
                 step()
@@ -374,7 +384,7 @@ class DenseSetup:
             plan = self.plans[blob.pos][slot]
             self.device.enqueue(
                 self.device.copy,
-                lambda plan=plan: run_plan(plan),
+                self.mover.submission(plan),
                 kind="copy",
                 slot=slot,
                 layer=blob.pos,
@@ -397,7 +407,7 @@ class DenseSetup:
         self._check_pad(blob, slot, data, end, blob.nbytes)
 
     def _compare_checksums(self, number: int, blob: Blob, slot: str) -> None:
-        problem = SlotChecker(self.layout, self.store, self.slots, self.checksums).problem(blob.pos, slot)
+        problem = SlotChecker(self.layout, self.store, self.slots, self.checksums, self.mover).problem(blob.pos, slot)
         if problem:
             raise VerificationError(f"{problem} (loaded straight into rows)")
 

@@ -35,9 +35,9 @@ from dwdp.memory.exchange import Exported, close_exported, exchange_handles
 from dwdp.partition.experts import ExpertPartition
 from dwdp.runtime.counters import Counters
 from dwdp.runtime.experts import ExpertRuntime, detach_module
-from dwdp.weights.copy import copy_slices, run_plan
-from dwdp.weights.plan import TableSpec, count_mappings, expert_runs
-from dwdp.weights.ring import PrefetchRing, free_host_bytes
+from dwdp.weights.mover import mover_of
+from dwdp.weights.plan import CopyPlan, TableSpec, count_mappings, expert_runs
+from dwdp.weights.ring import PrefetchRing
 from dwdp.weights.small import PER_EXPERT, SmallSpec, assemble, disagreements, pack
 from dwdp.weights.tables import check_movable, describe_tables
 from dwdp.weights.transfers import PER_SLICE, Transfer
@@ -157,6 +157,8 @@ class _Setup:
     def __init__(self, model, group, domain, device, partition: ExpertPartition, **options: Any) -> None:
         self.model, self.group, self.domain, self.device = model, group, domain, device
         self.partition, self.options = partition, options
+        self.mover = mover_of(domain)
+        self.plans: list[CopyPlan] = []
         self.layers = model.moe_layers()
         self.rank = 0 if group is None else group.rank
         self.error: Exception | None = None  # this rank's first failure, to be told at the next collective
@@ -325,19 +327,19 @@ class _Setup:
             self.ring.nbytes, self.ring.slot_pages, self.ring.page_bytes, self._free_bytes(),
         )  # fmt: skip
         transport.probe()
-        copy_slices(transport.edges())
+        self.mover.copy(transport.edges())
         addresses = transport.addresses()
-        plans = []
+        plans = self.plans
         for pos in range(len(self.layers)):
             tables = [a for spec, a in zip(self.specs, addresses) if spec.pos == pos]
             runs = expert_runs(tables, self.partition, self.rank)
             plans.append(options["transfer"].plan(runs, rank=self.rank, num_ranks=len(self.partition.ranges), pos=pos))
         logger.info("expert transfer: %s", options["transfer"].describe(plans))
         checksums = {rank: [info.checksums for info in infos] for rank, infos in transport.infos.items()}
-        checker = RowChecker(self.specs, addresses, checksums, self.partition, self.rank)
+        checker = RowChecker(self.specs, addresses, checksums, self.partition, self.rank, self.mover)
         rows = 0
         for pos, plan in enumerate(plans):
-            run_plan(plan)
+            self.mover.run(plan)
             rows += checker.check(pos, options["verify"])
         logger.info("%d expert rows from peers were verified (%s)", rows, options["verify"])
         self.full = [transport.full_tensor(table) for table in transport.tables]
@@ -355,6 +357,7 @@ class _Setup:
             modules=self.layers,
             checker=checker,
             verify_every=options["verify_every"],
+            mover=self.mover,
             report=self._report(rows),
         )  # fmt: skip
         return [pack(tensor) for tensor in tensors]
@@ -364,7 +367,7 @@ class _Setup:
 
     def _free_bytes(self) -> int:
         held = self._held_bytes()
-        return free_host_bytes(self.device_bytes, held_bytes=held, ranks_on_host=self.group.size)
+        return self.domain.free_bytes(self.device_bytes, held_bytes=held, ranks_on_host=self.group.size)
 
     def _remedies(self) -> list[str]:
         remedies = ["dense DWDP (DWDP_DENSE=1)"] if self.options["dense_would_help"] else []
@@ -401,6 +404,9 @@ class _Setup:
             close_exported(exported)
         self.received = {}
         restored = self.options["restorable"] and not rebinding
+        if self.runtime is not None:
+            self._clean_up(self.runtime.close_checks)
+        self._clean_up(self.mover.forget, self.plans)
         if self.ring is not None:
             self._clean_up(self.ring.close)
         for layer in self.layers if rebinding else []:

@@ -15,7 +15,9 @@ from dwdp.errors import GroupTimeoutError, ModelReleasedError, RankDiedError
 from dwdp.group.ranks import name_ranks
 from dwdp.runtime.counters import Counters
 from dwdp.runtime.dense_manager import DenseDwdpManager, refuse_weight_change
+from dwdp.runtime.sm_reserve import drop_reserve, reserve_sms
 from dwdp.runtime.teardown import attempt, give_back
+from dwdp.weights.mover import mover_of
 from dwdp.weights.transfers import Transfer
 
 if TYPE_CHECKING:
@@ -38,15 +40,18 @@ class StandaloneDenseManager(DenseDwdpManager):
     """Dense DWDP of one rank in standalone mode. A context manager.
 
     config: a DenseConfig that is enabled; group: the manager's own, see `join_dense`; domain, device: this rank's,
-    open until after `release`; transfer: how the copies are submitted, which DWDP_DENSE_COPY decides.
+    open until after `release`; transfer: how the copies are submitted, which DWDP_DENSE_COPY decides. sm_reserve: SMs
+    that compute leaves free, whatever the transfer; None: those of a gather.
     The model is built between `__enter__` and `setup`.
     """
 
     prefetch_next_pass = False  # [Note: one schedule per forward]
 
-    def __init__(self, config, *, group, domain, device, transfer: Transfer, verify_every: int = 0) -> None:
+    def __init__(
+        self, config, *, group, domain, device, transfer: Transfer, verify_every: int = 0, sm_reserve: int | None = None
+    ) -> None:
         super().__init__(config)
-        self.transfer = transfer
+        self.transfer, self._sm_reserve = transfer, sm_reserve
         self.group, self.domain, self.device = group, domain, device
         self.verify_every = verify_every
         self._counters = Counters()
@@ -56,12 +61,14 @@ class StandaloneDenseManager(DenseDwdpManager):
 
     def __enter__(self) -> StandaloneDenseManager:
         self.register()
+        reserve_sms(self._sm_reserve, mover_of(self.domain).gather_sms() if self.transfer.name == "gather" else 0)
         return self
 
     def __exit__(self, kind, error, trace) -> None:
         try:
             self._release(agreed=kind is None)
         finally:
+            drop_reserve()
             self.unregister()
 
     # ---- set-up ----
@@ -94,6 +101,8 @@ class StandaloneDenseManager(DenseDwdpManager):
                 from dwdp.runtime.setup_dense import nothing_moved
 
                 self.report = nothing_moved("no roots")
+            if self.runtime is None:
+                drop_reserve()  # nothing was committed, and no gather will run
             self.group.mark_setup_done()
         except BaseException as error:
             self._give_up(model, error)
@@ -103,9 +112,7 @@ class StandaloneDenseManager(DenseDwdpManager):
 
     def _spread(self, model) -> None:
         def free_bytes() -> int:
-            from dwdp.weights.ring import free_host_bytes
-
-            return free_host_bytes(None, held_bytes=0, ranks_on_host=self.group.size)
+            return self.domain.free_bytes(ranks_on_host=self.group.size)
 
         super().setup(
             model,
@@ -121,7 +128,7 @@ class StandaloneDenseManager(DenseDwdpManager):
     def _give_up(self, model, error: BaseException) -> None:
         """After a failure behind the commit: everything goes, and the model says why it cannot run."""
         if self.runtime is None:
-            return  # the model is as it was
+            return  # the model is as it was; the reserve ends with the manager
         if getattr(model, "unusable", None) is None:
             model.unusable = error
         give_back([self])
@@ -154,6 +161,7 @@ class StandaloneDenseManager(DenseDwdpManager):
         if self._released:
             return
         self._released = True
+        drop_reserve()
         attempt(self.drop_loaded)
         model = self._model()
         if self.runtime is None:

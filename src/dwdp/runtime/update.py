@@ -27,7 +27,6 @@ from dwdp.errors import CheckpointError, DwdpError, VerificationError
 from dwdp.group.ranks import compare_reports, join_problems
 from dwdp.runtime.dense_manager import refuse_weight_change
 from dwdp.runtime.experts import ExpertRuntime
-from dwdp.weights.copy import copy_slices, run_plan
 from dwdp.weights.small import PER_EXPERT, assemble, disagreements, pack
 from dwdp.weights.verify import overlap_problems, tensor_checksum
 
@@ -151,12 +150,12 @@ class _Update:
         experts, transport = self.experts, self.experts.transport
         whole = [full if spec.kind == PER_EXPERT else None for spec, full in zip(experts.small, self._small())]
         assemble(experts.small, [message["small"] for message in sent], transport.partition, whole)
-        copy_slices(transport.edges())
+        experts.mover.copy(transport.edges())
         experts.checker.renew({rank: message["rows"] for rank, message in enumerate(sent)})
         if self.verify == "off":
             return
         for pos, plan in enumerate(experts.plans):
-            run_plan(plan)
+            experts.mover.run(plan)
             experts.checker.check(pos, self.verify)
 
     def _small(self):

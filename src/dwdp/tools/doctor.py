@@ -14,7 +14,7 @@ from dataclasses import asdict
 from typing import Any
 
 from dwdp import env
-from dwdp.executor.devices import NVIDIA_PATHS
+from dwdp.executor.devices import nvidia_path
 from dwdp.memory.host import HostDomain
 from dwdp.memory.libc import available_bytes, max_map_count
 from dwdp.tools.doctor_probe import MEMORY_STEP
@@ -126,10 +126,6 @@ def limit_problems(limits: Mapping[str, int | None], ranks: int) -> list[Problem
 
 
 # what will be used
-
-
-def nvidia_path() -> str | None:
-    return next((path for path in NVIDIA_PATHS if os.path.exists(path)), None)
 
 
 def handle_types(tried: bool, works: bool) -> list[dict[str, Any]]:

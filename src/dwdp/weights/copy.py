@@ -28,6 +28,11 @@ def copy_slices(slices: Iterable[CopySlice]) -> None:
         ctypes.memmove(piece.dst, piece.src, piece.nbytes)
 
 
+def memory_bytes(address: int, nbytes: int) -> bytes:
+    """The bytes at an address."""
+    return ctypes.string_at(address, nbytes)
+
+
 def run_plan(plan: CopyPlan) -> None:
     """Copies everything that a layer's plan submits."""
     if plan.batch:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from dwdp.device.nvrtc import Compiler, DeviceTable, Kernels, Launch, compile_cubin
+from dwdp.memory.checksum import FACTOR, LENGTH
 from dwdp.memory.driver import Driver
-from dwdp.weights.checksum import FACTOR, LENGTH
+
+logger = logging.getLogger(__name__)
 
 THREADS = 256
 BYTES_PER_CTA = 1 << 20
@@ -94,14 +97,16 @@ class ChecksumKernel:
 class DeviceChecksums:
     """The checksums of many rows, prepared: `submit(stream)` computes them, `read()` fetches the last ones.
 
-    rows: (address, nbytes) each, in device memory that this device may read.
+    rows: (address, nbytes) each, in device memory that this device may read. fetched: every submission also brings
+    the checksums to the host, in stream order, where `fetched()` finds them once the stream has come so far.
     """
 
-    def __init__(self, kernel: ChecksumKernel, rows: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, kernel: ChecksumKernel, rows: Sequence[tuple[int, int]], *, fetched: bool = False) -> None:
         driver = self._driver = kernel.driver
         self._sums = np.zeros(len(rows), dtype=np.uint64)
         self._launch: Launch | None = None
         self._tables: list[DeviceTable] = []
+        self._pinned = 0  # address of host memory that the device writes without the host's help
         try:
             table = np.array(rows, dtype=np.int64).reshape(-1, 2)
             self._tables = [DeviceTable(driver, table)]
@@ -112,6 +117,8 @@ class DeviceChecksums:
                 addresses = [ctypes.c_void_p(t.address) for t in self._tables]
                 arguments = [addresses[0], ctypes.c_int(len(rows)), addresses[1], ctypes.c_int(parts)]
                 self._launch = Launch(driver, kernel.function, len(rows) * parts, THREADS, 0, arguments)
+                if fetched:
+                    self._pinned = int(driver("cuMemHostAlloc", self._sums.nbytes, 0, what="checksums"))
         except BaseException:
             self.close()
             raise
@@ -121,6 +128,15 @@ class DeviceChecksums:
         if self._launch is not None:
             self._driver("cuMemsetD8Async", self._tables[1].address, 0, self._sums.nbytes, stream, what="checksums")
             self._launch.submit(stream)
+            if self._pinned:
+                sums, nbytes = self._tables[1].address, self._sums.nbytes
+                self._driver("cuMemcpyDtoHAsync", self._pinned, sums, nbytes, stream, what="checksums")
+
+    def fetched(self) -> list[int]:
+        """One checksum a row, of the last submission; the stream must have come past it."""
+        if self._pinned:
+            ctypes.memmove(self._sums.ctypes.data, self._pinned, self._sums.nbytes)
+        return self._sums.tolist()
 
     def read(self) -> list[int]:
         """One checksum a row; the stream must have been synchronised."""
@@ -134,3 +150,9 @@ class DeviceChecksums:
         tables, self._tables = self._tables, []
         for table in tables:
             table.close()
+        pinned, self._pinned = self._pinned, 0
+        if pinned:
+            try:
+                self._driver("cuMemFreeHost", pinned)
+            except Exception:
+                logger.exception("host memory of checksums could not be freed")

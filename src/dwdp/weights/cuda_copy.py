@@ -141,14 +141,8 @@ class GatherKernel:
         self.driver, self.num_ctas = driver, num_ctas
         self._kernels = Kernels(driver, device_index, SOURCE, OPTIONS, compiler=compiler)
         try:
-            bulk = self._kernels.capability >= BULK_CAPABILITY
-            if name == "tma" and not bulk:
-                raise DwdpError(
-                    "the gather kernel tma needs compute capability 9.0, device {} has {}.{}; take ldst".format(
-                        device_index, *self._kernels.capability
-                    )
-                )
-            self.name = ("tma" if bulk else "ldst") if name == "auto" else name
+            refuse_kernel(name, self._kernels.capability, device_index)
+            self.name = best_kernel(self._kernels.capability) if name == "auto" else name
             self._function = self._kernels.function(f"gather_{self.name}", dynamic_bytes=SHARED_BYTES[self.name])
         except BaseException:
             self.close()
@@ -165,9 +159,12 @@ class GatherKernel:
 
 
 def available_transfers(
-    driver: Driver, device_index: int, *, gather_kernel: str = "auto", compiler: Compiler = compile_cubin
+    driver: Driver, device_index: int, *, gather_kernel: str | None = "auto", compiler: Compiler = compile_cubin
 ) -> dict[str, str | None]:
-    """Transfer -> None where this device can do it, else why not; found by trying. For the launch gate."""
+    """Transfer -> None where this device can do it, else why not. For the launch gate: no context is made.
+
+    gather_kernel: None leaves the gather out, whose kernel is compiled to find out.
+    """
 
     def reason(attempt: Callable[[], object]) -> str | None:
         try:
@@ -177,9 +174,33 @@ def available_transfers(
         return None
 
     def compile_gather() -> None:
-        GatherKernel(driver, device_index, gather_kernel, compiler=compiler).close()
+        if gather_kernel is not None:
+            capability = device_capability(driver, device_index)
+            refuse_kernel(gather_kernel, capability, device_index)
+            compiler(SOURCE, "sm_{}{}".format(*capability), OPTIONS)
 
     return {"per_slice": None, "batched": reason(lambda: refuse_batched(driver)), "gather": reason(compile_gather)}
+
+
+def device_capability(driver: Driver, device_index: int) -> tuple[int, int]:
+    """(major, minor) of a device."""
+    major, minor = (driver.attribute(f"COMPUTE_CAPABILITY_{part}", device_index) for part in ("MAJOR", "MINOR"))
+    return major, minor
+
+
+def best_kernel(capability: tuple[int, int]) -> str:
+    """What `auto` means for the gather's kernel."""
+    return "tma" if capability >= BULK_CAPABILITY else "ldst"
+
+
+def refuse_kernel(name: str, capability: tuple[int, int], device_index: int) -> None:
+    """Raises DwdpError where the gather's kernel `name` cannot run."""
+    if name == "tma" and capability < BULK_CAPABILITY:
+        raise DwdpError(
+            "the gather kernel tma needs compute capability 9.0, device {} has {}.{}; take ldst".format(
+                device_index, *capability
+            )
+        )
 
 
 def refuse_batched(driver: Driver) -> None:

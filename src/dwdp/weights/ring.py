@@ -5,21 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dwdp.errors import PrefetchRingMemoryError
-from dwdp.memory.libc import available_bytes
 from dwdp.memory.pages import PagePool
 from dwdp.weights.transport import OwnTable
-
-
-def free_host_bytes(size: int | None, *, held_bytes: int, ranks_on_host: int) -> int:
-    """Bytes that are free for this rank on the host.
-
-    size: of this rank's "device" in bytes, of which `held_bytes` (the domain's memory and the weights outside
-    it) are taken. None: what the host has available now, shared by its ranks; memory that is held already is
-    not part of that.
-    """
-    if size is not None:
-        return max(0, size - held_bytes)
-    return available_bytes() // max(1, ranks_on_host)
 
 
 class PrefetchRing:

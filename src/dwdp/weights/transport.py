@@ -22,8 +22,8 @@ import torch
 from dwdp.errors import MemoryDomainError
 from dwdp.memory.exchange import Exported, close_exported
 from dwdp.partition.experts import ExpertPartition, HandleGeometry, handle_geometry
+from dwdp.weights.mover import mover_of
 from dwdp.weights.plan import CompositeGeometry, TableAddresses, TableSpec, composite_geometry, edge_slices
-from dwdp.weights.verify import row_checksums
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +66,7 @@ class ExpertTransport:
 
     def __init__(self, domain, partition: ExpertPartition, rank: int, specs: list[TableSpec], modules: list) -> None:
         self.domain, self.partition, self.rank = domain, partition, rank
+        self.mover = mover_of(domain)
         self.own_range = partition.ranges[rank]
         self.tables = [OwnTable(spec, self._geometry(spec), weakref.ref(modules[spec.pos])) for spec in specs]
         self.peer_areas: list = []
@@ -132,6 +133,7 @@ class ExpertTransport:
         for table in self.tables:
             table.geometry = self._geometry(table.spec)  # pages may have grown since there was room made
             self._take_in(table)
+        self.mover.settle()  # peers read the rows once they have the handles
 
     def _take_in(self, table: OwnTable) -> None:
         domain, geometry, spec = self.domain, table.geometry, table.spec
@@ -142,15 +144,18 @@ class ExpertTransport:
             table.handle = domain.create(geometry.handle.nbytes, f"experts-{spec.layer}-{spec.name}")
         domain.map(table.area, geometry.before, table.handle, writable=True)
         rows = self._own_rows(table)
-        table.checksums = row_checksums(original.data_ptr(), len(original), spec.row_nbytes)
+        table.checksums = self.mover.row_sums(original.data_ptr(), len(original), spec.row_nbytes)
         if table.loading is None:
             rows.view(torch.uint8).copy_(original.detach().view(torch.uint8))
         getattr(module, spec.name).data = rows
         table.moved = True
         if module.expert_tables()[spec.name].data_ptr() != rows.data_ptr():
             raise MemoryDomainError(f"{spec}: the module's attribute of that name does not hold the table")
+        if table.loading is None:
+            self.mover.settle()  # the original is read no more
         del original  # the last tensor over the range that is freed now
         self._free_loading(table)
+        domain.reclaim()
         domain.seal(table.handle)
 
     def _check_descriptors(self) -> None:
@@ -164,7 +169,7 @@ class ExpertTransport:
         """Checksums of this rank's rows as they are now: one list a table, one number a row."""
         for table in self.tables:
             first = table.area.address + table.geometry.padding + self.own_range[0] * table.spec.row_nbytes
-            table.checksums = row_checksums(first, self.own_range[1] - self.own_range[0], table.spec.row_nbytes)
+            table.checksums = self.mover.row_sums(first, self.own_range[1] - self.own_range[0], table.spec.row_nbytes)
         return [table.checksums for table in self.tables]
 
     def _own_rows(self, table: OwnTable) -> torch.Tensor:

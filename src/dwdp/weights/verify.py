@@ -2,35 +2,23 @@
 
 from __future__ import annotations
 
-import ctypes
-import zlib
 from collections.abc import Iterator, Sequence
 
 import torch
 
 from dwdp.errors import VerificationError
+from dwdp.memory.checksum import chained, checksum_of
 from dwdp.partition.experts import ExpertPartition
+from dwdp.weights.mover import HOST_MOVER
 from dwdp.weights.plan import TableAddresses, TableSpec
 
 MODES = ("full", "sample", "off")
 
 
-def _view(address: int, nbytes: int) -> memoryview:
-    return memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
-
-
-def row_checksums(address: int, num_rows: int, row_nbytes: int) -> list[int]:
-    """CRC-32 of each of `num_rows` rows of `row_nbytes` bytes from `address`."""
-    if num_rows == 0 or row_nbytes == 0:
-        return [0] * num_rows
-    view = _view(address, num_rows * row_nbytes)
-    return [zlib.crc32(view[at : at + row_nbytes]) for at in range(0, len(view), row_nbytes)]
-
-
-def tensor_checksum(tensor: torch.Tensor, start: int = 0) -> int:
-    """CRC-32 of a tensor's bytes in row order, going on from `start`."""
+def tensor_checksum(tensor: torch.Tensor, before: int = 0) -> int:
+    """The checksum of a tensor's bytes in row order, wherever it lies, chained to those `before`."""
     data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return zlib.crc32(data.numpy(), start)
+    return chained(before, checksum_of(data.numpy()))
 
 
 def overlap_problems(
@@ -52,6 +40,7 @@ class RowChecker:
     """Knows the checksum of every remote row of this rank and compares copies with it.
 
     specs, tables: of all layers in one order; checksums: peer -> a list of one checksum a row for each table.
+    mover: of the domain that the tables lie in.
     """
 
     def __init__(
@@ -61,7 +50,9 @@ class RowChecker:
         checksums: dict[int, Sequence[Sequence[int]]],
         partition: ExpertPartition,
         rank: int,
+        mover=HOST_MOVER,
     ) -> None:
+        self._mover = mover
         self._checksums, self._partition = checksums, partition
         self._runs = partition.remote_runs(rank)
         self._by_pos: dict[int, list[tuple[int, TableSpec, TableAddresses]]] = {}
@@ -78,16 +69,28 @@ class RowChecker:
         mode: full, sample (the first and last row of each run) or off. Raises VerificationError naming peer,
         layer, expert and first wrong byte.
         """
+        sums = self._mover.sums(self.rows(pos, mode))
+        self.compare(pos, sums, mode)
+        return len(sums)
+
+    def rows(self, pos: int, mode: str = "full") -> list[tuple[int, int]]:
+        """(address, bytes) of the rows that a check of layer `pos` sums up, for `compare`."""
         if mode not in MODES:
             raise ValueError(f"verify is {mode!r}, not one of {', '.join(MODES)}")
-        count = 0
+        return [
+            (table.local(expert), spec.row_nbytes)
+            for _, spec, table in self._by_pos[pos]
+            for _, expert in self._experts(mode)
+        ]
+
+    def compare(self, pos: int, sums: Sequence[int], mode: str = "full", *, at_rest: bool = True) -> None:
+        """Raises as `check` does for the checksums of `rows(pos, mode)`. at_rest: the rows are still there."""
+        left = iter(sums)
         for index, spec, table in self._by_pos[pos]:
             for peer, expert in self._experts(mode):
                 expected = self._checksums[peer][index][expert - self._partition.ranges[peer][0]]
-                if zlib.crc32(_view(table.local(expert), spec.row_nbytes)) != expected:
-                    raise self._error(spec, table, peer, expert)
-                count += 1
-        return count
+                if next(left) != expected:
+                    raise self._error(spec, table, peer, expert, expected, at_rest)
 
     def _experts(self, mode: str) -> Iterator[tuple[int, int]]:
         for peer, first, end in self._runs:
@@ -96,19 +99,27 @@ class RowChecker:
             elif mode == "sample":
                 yield from ((peer, expert) for expert in sorted({first, end - 1}))
 
-    @staticmethod
-    def _error(spec: TableSpec, table: TableAddresses, peer: int, expert: int) -> VerificationError:
-        copied = bytes(_view(table.local(expert), spec.row_nbytes))
-        source = bytes(_view(table.source(peer, expert), spec.row_nbytes))
-        wrong = next((at for at in range(len(copied)) if copied[at] != source[at]), None)
+    def _error(
+        self, spec: TableSpec, table: TableAddresses, peer: int, expert: int, expected: int, at_rest: bool
+    ) -> VerificationError:
+        mover, nbytes = self._mover, spec.row_nbytes
+        local, theirs = table.local(expert), table.source(peer, expert)
         where = f"{spec}, expert row {expert} copied from rank {peer}"
+        place = f"the row's first byte is {expert * nbytes} of the table"
+        if mover.sums([(theirs, nbytes)]) != [expected]:
+            return VerificationError(
+                f"{where}: the bytes in the memory of rank {peer} are not those it announced; {place}"
+            )
+        cause = "A copy between devices that loses bytes is often an IOMMU or PCIe ACS setting"
+        wrong = None
+        if at_rest:
+            copied, source = mover.read(local, nbytes), mover.read(theirs, nbytes)
+            wrong = next((at for at in range(nbytes) if copied[at] != source[at]), None)
         if wrong is None:
             return VerificationError(
-                f"{where}: the bytes in the memory of rank {peer} are not those it announced; the row's "
-                f"first byte is {expert * spec.row_nbytes} of the table"
+                f"{where}: a copy had other bytes than the memory of rank {peer}; {place}. {cause}"
             )
         return VerificationError(
-            f"{where}: first wrong byte {wrong} of the row, {expert * spec.row_nbytes + wrong} of the table: "
-            f"{copied[wrong]:#04x} instead of {source[wrong]:#04x}. A copy between devices that loses "
-            "bytes is often an IOMMU or PCIe ACS setting"
+            f"{where}: first wrong byte {wrong} of the row, {expert * nbytes + wrong} of the table: "
+            f"{copied[wrong]:#04x} instead of {source[wrong]:#04x}. {cause}"
         )

@@ -10,14 +10,15 @@ number of threads may add it up.
 from __future__ import annotations
 
 import ctypes
-import functools
 
 import numpy as np
 
 MASK = (1 << 64) - 1
 FACTOR = 0x9E3779B97F4A7C15
 LENGTH = 0xD1B54A32D192ED03
-BLOCK_WORDS = 1 << 14
+SIDE = 256
+BLOCK_WORDS = SIDE * SIDE
+_INDEX = np.arange(SIDE, dtype=np.uint64)
 
 
 def row_checksums(address: int, num_rows: int, row_nbytes: int) -> list[int]:
@@ -37,19 +38,36 @@ def checksum_of(data: np.ndarray) -> int:
     whole = len(data) // 4 * 4
     total = len(data) * LENGTH
     words = data[:whole].view("<u4")
+    wide = np.empty(min(BLOCK_WORDS, -(-len(words) // SIDE) * SIDE), dtype=np.uint64)
     for start in range(0, len(words), BLOCK_WORDS):
-        total += _weighted(words[start : start + BLOCK_WORDS], start)
+        total += _weighted(words[start : start + BLOCK_WORDS], start, wide)
     if whole < len(data):
         total += int.from_bytes(data[whole:].tobytes(), "little") * (1 + 2 * FACTOR * (whole // 4))
     return total & MASK
 
 
-def _weighted(words: np.ndarray, start: int) -> int:
-    """Sum of words[i] * (1 + 2 * FACTOR * (start + i)): the block's factors are the first block's and a constant."""
-    wide = words.astype(np.uint64)
-    return int(np.dot(wide, _factors()[: len(wide)])) + int(wide.sum()) * 2 * FACTOR * start
+def chained(before: int, value: int) -> int:
+    """One number for a series of checksums in their order."""
+    return (before * FACTOR + value) & MASK
 
 
-@functools.cache
-def _factors() -> np.ndarray:
-    return np.arange(BLOCK_WORDS, dtype=np.uint64) * np.uint64(2 * FACTOR & MASK) + np.uint64(1)
+def of_zeros(nbytes: int) -> int:
+    """The checksum of so many zero bytes."""
+    return nbytes * LENGTH & MASK
+
+
+def _weighted(words: np.ndarray, start: int, wide: np.ndarray) -> int:
+    """Sum of words[i] * (1 + 2 * FACTOR * (start + i)), from the sums of the rows and columns of a square.
+
+    With i = SIDE * row + column the sum of words[i] * i needs a product for each row and each column only; nothing
+    overflows, so that numpy's sums are whole numbers. wide: uint64 [BLOCK_WORDS], for this function to use.
+    """
+    count, rows = len(words), -(-len(words) // SIDE)
+    square = wide[: rows * SIDE]
+    np.copyto(square[:count], words)
+    square[count:] = 0
+    square = square.reshape(rows, SIDE)
+    by_row, by_column = square.sum(1), square.sum(0)
+    total = int(by_row.sum())
+    by_place = SIDE * int(np.dot(by_row, _INDEX[:rows])) + int(np.dot(by_column, _INDEX))
+    return total + 2 * FACTOR * (by_place + start * total)

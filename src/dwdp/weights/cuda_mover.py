@@ -1,0 +1,222 @@
+"""Copies and checksums in a GPU's memory, prepared from the plans that the host runs itself; see [Note: movers]."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from dwdp.device.nvrtc import Compiler, compile_cubin
+from dwdp.memory.vmm import CudaDomain
+from dwdp.weights.cuda_checksum import ChecksumKernel, DeviceChecksums
+from dwdp.weights.cuda_copy import (
+    DEFAULT_CTAS,
+    BatchedCopy,
+    GatherCopy,
+    GatherKernel,
+    PerSliceCopy,
+    best_kernel,
+    device_capability,
+)
+from dwdp.weights.mover import Judge, Rows
+from dwdp.weights.plan import CopyPlan, CopySlice, GatherTable
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+
+class CudaMover:
+    """Of one domain. Kernels are compiled when they are first needed; compiler: as `compile_cubin`, for tests."""
+
+    at_rest = False  # a slot may hold another layer by the time that the host learns of a check's result
+
+    def __init__(self, domain: CudaDomain, *, compiler: Compiler = compile_cubin) -> None:
+        self._domain, self._driver, self._compiler = domain, domain.driver, compiler
+        self._copies: dict[int, PlanCopy] = {}  # id of a plan, which is kept -> its submission
+        self._checks: set[CudaCheck] = set()
+        self._gathers: dict[str, GatherKernel] = {}
+        self._checksum: ChecksumKernel | None = None
+        self._stream: Any = None
+
+    # ---- what devices enqueue ----
+
+    def submission(self, plan: CopyPlan) -> PlanCopy:
+        """The prepared copy of a plan; made at the first call, which set-up's verification is."""
+        copy = self._copies.get(id(plan))
+        if copy is None:
+            copy = self._copies[id(plan)] = PlanCopy(self, plan)
+        return copy
+
+    def check(self, rows: Callable[[], Rows], judge: Judge) -> CudaCheck:
+        check = CudaCheck(self, rows(), judge)
+        self._checks.add(check)
+        return check
+
+    # ---- at once ----
+
+    def run(self, plan: CopyPlan) -> None:
+        self._now(self.submission(plan))
+
+    def copy(self, slices: Sequence[CopySlice]) -> None:
+        self._now(PerSliceCopy(self._driver, slices))
+
+    def row_sums(self, address: int, num_rows: int, nbytes: int) -> list[int]:
+        return self.sums([(address + row * nbytes, nbytes) for row in range(num_rows)])
+
+    def sums(self, rows: Rows) -> list[int]:
+        sums = DeviceChecksums(self.checksum_kernel(), rows)
+        try:
+            self._now(sums)
+            return sums.read()
+        finally:
+            sums.close()
+
+    def tensor_sum(self, data: torch.Tensor) -> str:
+        return f"{self.sums([(data.data_ptr(), data.nbytes)])[0]:016x}"
+
+    def read(self, address: int, nbytes: int) -> bytes:
+        self.settle()
+        buffer = ctypes.create_string_buffer(nbytes)
+        self._driver("cuMemcpyDtoH", ctypes.addressof(buffer), address, nbytes, what=f"{nbytes} bytes")
+        return buffer.raw
+
+    def settle(self) -> None:
+        self._driver.use_device(self._domain.device_index)
+        self._driver("cuCtxSynchronize")
+
+    def _now(self, submission: Any) -> None:
+        """Behind what every stream has been given, torch's among them; see [Note: movers]."""
+        self.settle()
+        if self._stream is None:  # a batch does not go to the default stream
+            flag = int(self._driver.api.CUstream_flags.CU_STREAM_NON_BLOCKING)
+            self._stream = self._driver("cuStreamCreateWithPriority", flag, 0)
+        submission.submit(self._stream)
+        self._driver("cuStreamSynchronize", self._stream)
+
+    # ---- kernels ----
+
+    def best_kernel(self, asked: str) -> str:
+        if asked != "auto":
+            return asked
+        return best_kernel(device_capability(self._driver, self._domain.device_index))
+
+    def gather_sms(self) -> int:
+        return DEFAULT_CTAS
+
+    def gather_kernel(self, name: str) -> GatherKernel:
+        if name not in self._gathers:
+            self._gathers[name] = GatherKernel(self._driver, self._domain.device_index, name, compiler=self._compiler)
+        return self._gathers[name]
+
+    def checksum_kernel(self) -> ChecksumKernel:
+        if self._checksum is None:
+            self._checksum = ChecksumKernel(self._driver, self._domain.device_index, compiler=self._compiler)
+        return self._checksum
+
+    # ---- the end ----
+
+    def forget(self, plans: Sequence[CopyPlan]) -> None:
+        for plan in plans:
+            copy = self._copies.pop(id(plan), None)
+            if copy is not None:
+                copy.close()
+
+    def dropped(self, check: CudaCheck) -> None:
+        self._checks.discard(check)
+
+    def close(self) -> None:
+        copies, self._copies = self._copies, {}
+        kernels, self._gathers = list(self._gathers.values()), {}
+        if self._checksum is not None:
+            kernels.append(self._checksum)
+        stream, self._stream, self._checksum = self._stream, None, None
+        for owner in (*copies.values(), *list(self._checks), *kernels):
+            owner.close()
+        if stream is not None:
+            try:
+                self._driver("cuStreamDestroy", stream)
+            except Exception:
+                logger.exception("a stream could not be destroyed")
+
+
+class PlanCopy:
+    """The parts of a plan, prepared, in the order in which the host runs them."""
+
+    def __init__(self, mover: CudaMover, plan: CopyPlan) -> None:
+        driver = mover._driver
+        self.plan = plan  # kept: its id is the mover's key
+        self._parts: list[Any] = []
+        try:
+            if plan.batch:
+                self._parts.append(BatchedCopy(driver, plan.batch))
+            if plan.gather is not None:
+                self._parts.append(GatherCopy(mover.gather_kernel(plan.gather.kernel), table_slices(plan.gather)))
+            if plan.slices:
+                self._parts.append(PerSliceCopy(driver, plan.slices))
+        except BaseException:
+            self.close()
+            raise
+
+    def submit(self, stream: Any) -> None:
+        for part in self._parts:
+            part.submit(stream)
+
+    def close(self) -> None:
+        """Idempotent; nothing may be in flight."""
+        parts, self._parts = self._parts, []
+        for part in parts:
+            part.close()
+
+
+def table_slices(table: GatherTable) -> list[CopySlice]:
+    """The runs of a gather's table, each with the peer that its row is of."""
+    return [
+        CopySlice(run.dst, run.src, run.nbytes, row.peer)
+        for row in table.rows
+        for run in table.descriptors[row.first : row.end]
+    ]
+
+
+class CudaCheck:
+    """Sums rows up in stream order; the judge is called by the first `poll` behind that."""
+
+    def __init__(self, mover: CudaMover, rows: Rows, judge: Judge) -> None:
+        self._mover, self._driver, self._judge = mover, mover._driver, judge
+        self._pending = False
+        self._event: Any = None
+        self._sums = DeviceChecksums(mover.checksum_kernel(), rows, fetched=True)
+        try:
+            flags = int(self._driver.api.CUevent_flags.CU_EVENT_DISABLE_TIMING)
+            self._event = self._driver("cuEventCreate", flags, what="a check")
+        except BaseException:
+            self._sums.close()
+            raise
+
+    def submit(self, stream: Any) -> None:
+        if self._pending and not self.poll():
+            return  # the host has not read the last result; this one is left out
+        self._sums.submit(stream)
+        self._driver("cuEventRecord", self._event, stream, what="a check")
+        self._pending = True
+
+    def poll(self) -> bool:
+        if self._pending:
+            (result,) = self._driver.api.cuEventQuery(self._event)
+            if result != self._driver.api.CUresult.CUDA_SUCCESS:
+                return False
+            self._pending = False
+            self._judge(self._sums.fetched())
+        return True
+
+    def close(self) -> None:
+        event, self._event, self._pending = self._event, None, False
+        self._sums.close()
+        if event is not None:
+            try:
+                self._driver("cuEventDestroy", event)
+            except Exception:
+                logger.exception("an event could not be destroyed")
+        self._mover.dropped(self)

@@ -1,0 +1,137 @@
+"""Rank processes that run one scenario each, on GPUs or, to try a scenario out, on the fake driver.
+
+A scenario is a function of a `Site`; what it returns on every rank comes back, what it raises fails the test.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import multiprocessing
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from dwdp.executor import memory
+from dwdp.executor.create import build_rank
+from dwdp.executor.settings import resolve
+from dwdp.group.backends import StoreGroup, host_store, open_store
+from tests.support.system import DENSE
+
+SECONDS = 110
+
+
+class Site:
+    """One rank of a scenario. `shared`, `lockstep` and `replicated` give a rank of the executor, as contexts."""
+
+    def __init__(self, rank: int, size: int, port: int, fake: bool) -> None:
+        self.rank, self.size, self.fake = rank, size, fake
+        self.device = "cpu" if fake else "cuda"
+        self._store = open_store(rank, "127.0.0.1", port, timeout_seconds=60)
+        self._names = (f"group-{number}" for number in itertools.count())
+
+    def group(self) -> StoreGroup:
+        return StoreGroup(self._store, self.rank, self.size, name=next(self._names), timeout_seconds=60)
+
+    def together(self, body: Callable[[], Any]) -> Any:
+        """body() between two barriers of all ranks."""
+        with self.group() as group:
+            group.join({})
+            found = body()
+            group.barrier("together")
+        return found
+
+    @contextlib.contextmanager
+    def replicated(self, model: Path, *, dtype: str = "auto"):
+        settings = resolve(model, ranks=1, dtype=dtype, device=self.device, environ={}).settings
+        with build_rank(settings, rank=self.rank) as rank:
+            yield rank
+
+    @contextlib.contextmanager
+    def shared(
+        self, model: Path, *, dwdp: dict | None = None, dense: dict | None = DENSE, dtype: str = "auto", **build
+    ):
+        dwdp = {"allow_shared_device": True, "page_granules": 1, **(dwdp or {})}
+        settings = resolve(
+            model, ranks=self.size, dtype=dtype, device=self.device, dwdp=dwdp, dense_dwdp=dense, environ={}
+        ).settings
+        with build_rank(settings, self.group(), rank=self.rank, **build) as rank:
+            yield rank
+
+    @contextlib.contextmanager
+    def lockstep(self, model: Path, *, dense: dict | None, environ: dict | None = None, **build):
+        settings = resolve(
+            model, tp_size=self.size, attention_dp=True, device=self.device, dense_dwdp=dense, environ=environ or {}
+        ).settings
+        settings = msgspec.structs.replace(settings, allow_shared_device=True)
+        with build_rank(settings, self.group(), rank=self.rank, **build) as rank:
+            yield rank
+
+    def free_bytes(self) -> int:
+        """Of this rank's GPU, with torch's cache given back."""
+        if self.fake:
+            return 0
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info()[0]
+
+
+def run(scenario: Callable[..., Any], size: int, *args: Any, fake: bool = False, lost: tuple[int, ...] = ()) -> dict:
+    """scenario(site, *args) in `size` processes -> rank -> what it returned. lost: ranks that kill themselves."""
+    reserved, port = host_store()
+    del reserved  # rank 0 serves there
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    ranks = [
+        context.Process(target=_child, args=(scenario, rank, size, port, fake, args, results)) for rank in range(size)
+    ]
+    for process in ranks:
+        process.start()
+    found: dict[int, Any] = {}
+    failed: list[str] = []
+    deadline = time.monotonic() + SECONDS
+    try:
+        while len(found) + len(failed) < size - len(lost) and time.monotonic() < deadline:
+            with contextlib.suppress(Exception):  # empty for now
+                rank, value, error = results.get(timeout=0.5)
+                if error is None:
+                    found[rank] = value
+                else:
+                    failed.append(f"rank {rank}: {error}")
+            if failed and time.monotonic() > deadline - SECONDS + 5:
+                deadline = min(deadline, time.monotonic() + 10)  # the others fail too, or wait for the lost one
+            ended = {r for r, process in enumerate(ranks) if process.exitcode not in (None, 0)} - set(lost)
+            if ended - set(found) and not failed:
+                deadline = min(deadline, time.monotonic() + 10)
+    finally:
+        for process in ranks:
+            process.join(5)
+            process.kill()
+            process.join()
+    missing = sorted(set(range(size)) - set(found) - set(lost))
+    codes = [process.exitcode for process in ranks]
+    assert not failed and not missing, f"ranks {missing} have no result (exit codes {codes})\n" + "\n".join(failed)
+    return found
+
+
+def _child(scenario, rank, size, port, fake, args, results) -> None:
+    logging.basicConfig(level=logging.WARNING, format=f"rank {rank}: %(message)s")
+    torch.set_num_threads(1)
+    if fake:
+        from tests.memory import fake_driver
+        from tests.support.fake_cuda import FakeMemory
+
+        fake_driver.GRANULE = 4096
+        memory.create_memory = FakeMemory(shared=True)
+    try:
+        results.put((rank, scenario(Site(rank, size, port, fake), *args), None))
+    except BaseException:
+        results.put((rank, None, traceback.format_exc()))
+    results.close()
+    results.join_thread()
