@@ -99,8 +99,8 @@ HOST_MOVER = HostMover()
 
 
 def mover_of(domain: Any) -> Any:
-    """The mover of a domain."""
-    if domain.name == "host":
+    """The mover of a domain; the host's also where there is none, as in a simulation."""
+    if domain is None or domain.name == "host":
         return HOST_MOVER
     if domain.mover is None:
         from dwdp.weights.cuda_mover import CudaMover
