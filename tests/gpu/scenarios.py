@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import time
 from pathlib import Path
@@ -15,7 +14,7 @@ from dwdp.errors import VerificationError
 from dwdp.memory.driver import Driver, DriverError
 from dwdp.tools.races import find_races
 from tests.gpu.ranks import Site
-from tests.proof.test_soak import Aborted, fail_at_random
+from tests.support.soak import forward, forward_with_aborts
 from tests.support.system import DENSE, prompt
 
 LENGTH, CHUNK, DECODE = 24, 9, 3
@@ -31,10 +30,6 @@ DENSE_FORMS = (None, {"own_rows": "map"}, {"segments": "attn"}, {"load": "sharde
 def compute(rank, number: int) -> list[torch.Tensor]:
     own = prompt(number, LENGTH)
     return [rank.logits(own, chunk_size=CHUNK, decode=DECODE), rank.logits(own), rank.logits(prompt(0, 2 * LENGTH))]
-
-
-def forward(rank, tokens):
-    return rank.loop.forward(torch.tensor([tokens]), rank.model.new_state(1, len(tokens)))
 
 
 def check_report(rank) -> dict:
@@ -90,23 +85,9 @@ def soak(site: Site, model: Path, forwards: int) -> dict:
     tokens = prompt(0, 3)
     with site.replicated(model) as rank:
         expected = forward(rank, tokens)
-    source, aborts, rights = random.Random(site.rank), 0, 0
     dense = {**DENSE, "debug": 2, "strict": True}
     with site.shared(model, dwdp={"prefetch_gather": bool(site.size % 2)}, dense=dense) as rank:
-        for _ in range(forwards):
-            undo = fail_at_random(rank, source) if source.random() < 0.3 else None
-            if source.random() < 0.2 and undo is None:
-                rank.manager.invalidate_prefetch()
-            try:
-                logits = forward(rank, tokens)
-            except Aborted:
-                aborts += 1
-            else:
-                assert torch.equal(logits, expected)
-                rights += 1
-            finally:
-                if undo is not None:
-                    undo()
+        aborts, rights = forward_with_aborts(rank, tokens, expected, forwards, site.rank)
         counters, mismatches = rank.report()["counters"], rank.manager.dense.runtime.watch_mismatches
     assert aborts > forwards // 7 and aborts + rights == forwards
     assert mismatches == counters["fences"] == counters["demand_fetches"] == 0

@@ -17,6 +17,7 @@ from dwdp.errors import MemoryBudgetError, MemoryDomainError
 from dwdp.memory.driver import Driver, DriverError
 from dwdp.memory.vmm import DeviceBytes
 from tests.memory.fake_driver import ENUMS, GRANULE, CUresult, FakeCudaDomain, FakeDriver, FakeMachine, zero_live
+from tests.support.closed import refuses_everything
 
 G = GRANULE
 NOTHING = {"handles": 0, "mappings": 0, "ranges": 0, "descriptors": 0}
@@ -387,14 +388,7 @@ def test_cleanup_does_not_hide_the_error_that_led_to_it(machine):
 def test_a_closed_domain_refuses_and_its_import_closes_the_descriptor(machine):
     domain = make(machine, 3)
     domain.close(), domain.close()
-    for call in (lambda: domain.create(G, "x"), lambda: domain.reserve(G)):
-        with pytest.raises(MemoryDomainError, match="cuda memory of rank 3 is closed"):
-            call()
-    fd = os.open("/dev/null", os.O_RDONLY)
-    with pytest.raises(MemoryDomainError, match="closed"):
-        domain.import_handle(fd, G)
-    with pytest.raises(OSError):
-        os.fstat(fd)
+    refuses_everything(domain, "cuda memory of rank 3 is closed")
 
 
 def test_five_cycles_leave_memory_descriptors_handles_and_ranges_as_before(machine):

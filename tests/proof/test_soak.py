@@ -3,52 +3,21 @@
 from __future__ import annotations
 
 import logging
-import random
 
 import pytest
 import torch
 
 from dwdp.errors import VerificationError
 from dwdp.weights.plan import CopyPlan
+from tests.support.soak import LAYERS, forward, forward_with_aborts
 from tests.support.system import DENSE, prompt, replicated, shared, write_random
 
 FORWARDS = 500
-LAYERS = 4  # managed ones of the tiny model
-
-
-class Aborted(Exception):
-    """What a forward fails with."""
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return write_random(tmp_path_factory.mktemp("m") / "model", num_experts=7)
-
-
-def forward(rank, tokens):
-    return rank.loop.forward(torch.tensor([tokens]), rank.model.new_state(1, len(tokens)))
-
-
-def fail_at_random(rank, random_source):
-    """Lets the next forward fail where a random one of its hooks begins or has ended. -> how to take it back."""
-    owner, name = random_source.choice(
-        [(rank.manager.dense.runtime, hook) for hook in ("h0", "h1", "h2", "h3")]
-        + [(rank.manager.experts, hook) for hook in ("bind", "finish")]
-    )
-    hook, calls = getattr(owner, name), random_source.randrange(1 if name == "h0" else LAYERS)
-    behind = random_source.random() < 0.5
-
-    def failing(*arguments):
-        nonlocal calls
-        calls -= 1
-        if calls < 0 and not behind:
-            raise Aborted
-        hook(*arguments)
-        if calls < 0:
-            raise Aborted
-
-    setattr(owner, name, failing)
-    return lambda: delattr(owner, name)
 
 
 def test_500_forwards_with_random_aborts_never_find_a_wrong_byte_in_a_slot(model):
@@ -57,21 +26,7 @@ def test_500_forwards_with_random_aborts_never_find_a_wrong_byte_in_a_slot(model
     expected = replicated(model, lambda rank: forward(rank, tokens))
 
     def body(rank):
-        source, aborts, rights = random.Random(rank.rank), 0, 0
-        for _ in range(FORWARDS):
-            undo = fail_at_random(rank, source) if source.random() < 0.3 else None
-            if source.random() < 0.2 and undo is None:
-                rank.manager.invalidate_prefetch()
-            try:
-                logits = forward(rank, tokens)
-            except Aborted:
-                aborts += 1
-            else:
-                assert torch.equal(logits, expected)
-                rights += 1
-            finally:
-                if undo is not None:
-                    undo()
+        aborts, rights = forward_with_aborts(rank, tokens, expected, FORWARDS, rank.rank)
         return aborts, rights, rank.manager.dense.runtime.watch_mismatches, rank.report()["counters"]
 
     for aborts, rights, mismatches, counters in shared(model, 2, body, dense={**DENSE, "debug": 2, "strict": True}):

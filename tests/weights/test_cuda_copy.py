@@ -20,7 +20,7 @@ from dwdp.weights.gather_kernel import (
     SOURCE,
     STAGES,
     STAGES_AHEAD,
-    gather_table,
+    kernel_table,
 )  # fmt: skip
 from dwdp.weights.plan import CopySlice
 from tests.memory.fake_driver import GRANULE, CUresult, FakeCudaDomain, FakeDriver, FakeMachine
@@ -246,7 +246,7 @@ def test_units_and_edges_cover_every_byte_once_and_units_are_aligned(parts, num_
     for to, of, nbytes, peer in parts:
         slices.append(CopySlice(at + to, (1 << 30) + at + of, nbytes, peer))
         at += 4 * SMALLEST_UNIT
-    table = gather_table(slices, num_ctas)
+    table = kernel_table(slices, num_ctas)
     wanted, found = {}, {}
     for piece in slices:
         if piece.nbytes:
@@ -266,17 +266,17 @@ def test_units_and_edges_cover_every_byte_once_and_units_are_aligned(parts, num_
 
 def test_units_are_dealt_over_the_peers_and_sized_for_the_launch():
     slices = [CopySlice(i << 32, (i << 32) + (1 << 44), 64 << 20, i) for i in (3, 1, 2)]
-    table = gather_table(slices, 16)
+    table = kernel_table(slices, 16)
     peers = (table.units[:, 0] >> 32).tolist()
     assert peers[:9] == [3, 1, 2] * 3 and len(table.edges) == 0
     assert len(table.units) >= 16 * 32 * 0.9
-    few = gather_table([CopySlice(0, 1 << 44, 100 << 30, 1)], 16)
+    few = kernel_table([CopySlice(0, 1 << 44, 100 << 30, 1)], 16)
     assert few.units[:, 2].max() == LARGEST_UNIT and few.units.nbytes == 24 * 102_400
 
 
 def test_a_unit_never_reaches_into_another_slice_of_an_uneven_deal():
     slices = [CopySlice(0, 1 << 40, 10 * SMALLEST_UNIT, 1), CopySlice(1 << 30, 1 << 41, SMALLEST_UNIT, 2)]
-    units = gather_table(slices, 1).units
+    units = kernel_table(slices, 1).units
     assert units[:3, 0].tolist() == [0, 1 << 30, SMALLEST_UNIT] and len(units) == 11
 
 

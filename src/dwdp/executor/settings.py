@@ -246,25 +246,18 @@ def _gathered_bytes(config: ServeConfig, model: str | os.PathLike, device: str) 
     from dwdp.executor.devices import compute_dtype
     from dwdp.model.checkpoint import read_config
     from dwdp.model.config import ModelConfig
-    from dwdp.model.decoder import KimiK3Model
+    from dwdp.model.dense_shapes import dense_shapes
     from dwdp.model.loader import stored_dtype
-    from dwdp.partition.collect import collect
 
-    # on the meta device: the layout needs shapes and dtypes, and no byte
-    built = KimiK3Model(
-        ModelConfig.from_dict(read_config(model_folder(model))),
-        dtype=compute_dtype(config.dtype, device) or stored_dtype(model_folder(model)),
-        device="meta",
-    )
-    collected = collect(
-        built,
-        num_ranks=config.ranks,
+    folder = model_folder(model)
+    dtype = compute_dtype(config.dtype, device) or stored_dtype(folder)
+    shapes = dense_shapes(
+        ModelConfig.from_dict(read_config(folder)),
         segments=dense.segments,
         min_bytes=dense.min_bytes,
-        strict=False,
-        without_bytes=True,
+        dtype=str(dtype).removeprefix("torch."),
     )
-    return sum(blob.nbytes for blob in collected.layout.blobs)
+    return sum(blob.nbytes for blob in shapes.layout_of(config.ranks).blobs)
 
 
 def _read_model(folder: Path) -> tuple[ModelConfig, Tokenizer | None]:

@@ -16,8 +16,8 @@ import msgspec
 
 from dwdp import env
 from dwdp.errors import GroupError, RankDiedError
-from dwdp.group.posts import Abort, Deadline, Post, describe
-from dwdp.group.ranks import join_problems, name_ranks
+from dwdp.group.posts import Abort, Deadline, Post, describe, raise_failures
+from dwdp.group.ranks import name_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -97,13 +97,7 @@ class Collectives(ABC):
             raise
         if error is not None:
             raise error
-        failures = [
-            f"rank {rank} failed in phase {phase!r}: {ballot['error']}"
-            for rank, ballot in enumerate(ballots)
-            if ballot["error"] is not None
-        ]
-        if failures:
-            raise GroupError(join_problems(failures))
+        raise_failures(phase, [ballot["error"] for ballot in ballots])
         return [ballot["payload"] for ballot in ballots]
 
     def _run(

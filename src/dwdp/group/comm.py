@@ -21,7 +21,7 @@ from dwdp.group.fds import close_fds
 from dwdp.group.joining import ONE_HOST, join_report, judge, other_tokens, spans_hosts
 from dwdp.group.place import GONE, LOOK_SECONDS, Place, look_at
 from dwdp.group.posts import Abort, Deadline, Post
-from dwdp.group.ranks import Host, RankInfo, join_problems, name_hosts
+from dwdp.group.ranks import Host, RankInfo, join_problems, name_hosts, name_ranks
 from dwdp.group.sockets import PeerSockets
 
 logger = logging.getLogger(__name__)
@@ -273,6 +273,12 @@ class Group(Collectives):
                 logger.exception("a callback for the death of rank %d failed", rank)
 
     # -- descriptors
+
+    def refuse_without(self, what: str) -> None:
+        """RankDiedError when a rank is known to be dead: `what` needs all of them."""
+        if self.dead:
+            text = f"{name_ranks(self.dead)} died: no {what} can follow; start the group anew"
+            raise RankDiedError(min(self.dead), text)
 
     def check_alive(self) -> None:
         """Raises what keeps the group from going on: an abort that a rank published, or the death of one."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import msgspec
 
 from dwdp.errors import GroupError, GroupTimeoutError, RankDiedError
+from dwdp.group.ranks import join_problems
 
 MAX_ERROR_CHARS = 4000
 
@@ -61,6 +63,14 @@ class Abort(msgspec.Struct, frozen=True):
         return GroupError(f"{who} aborted the group {group!r}: {self.text}")
 
 
+def raise_failures(phase: str, texts: Sequence[str | None]) -> None:
+    """GroupError naming every rank that handed in an error's text to a phase's collective; nothing when none did."""
+    failed = [f"rank {rank} failed in phase {phase!r}: {text}" for rank, text in enumerate(texts) if text is not None]
+    if failed:
+        raise GroupError(join_problems(failed))
+
+
 def describe(error: BaseException) -> str:
+    """An error as a rank hands it in, in bounded length."""
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     return text if len(text) <= MAX_ERROR_CHARS else text[:MAX_ERROR_CHARS] + "..."

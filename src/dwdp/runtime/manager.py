@@ -10,8 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from dwdp.errors import DwdpError, ModelReleasedError, RankDiedError
-from dwdp.group.ranks import name_ranks
+from dwdp.errors import DwdpError, ModelReleasedError
 from dwdp.partition.experts import ExpertPartition
 from dwdp.runtime.counters import Counters
 from dwdp.runtime.dense_manager import DenseDwdpManager, current_dense_manager, refuse_weight_change
@@ -113,11 +112,8 @@ class DwdpManager:
         if self.report is not None:
             return self.report
         refuse_weight_change(model)
-        if self.group is not None and self.group.dead:
-            first = min(self.group.dead)
-            raise RankDiedError(
-                first, f"{name_ranks(self.group.dead)} died: no set-up can follow; start the group anew"
-            )
+        if self.group is not None:
+            self.group.refuse_without("set-up")
         if self._loaded is not None and self._model() is not model:
             raise DwdpError("another model than this one was prepared for loading into handles")
         self._model = weakref.ref(model)

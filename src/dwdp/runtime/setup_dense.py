@@ -24,7 +24,8 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from dwdp.errors import DwdpError, GroupError, GroupTimeoutError, RankDiedError, VerificationError
+from dwdp.errors import DwdpError, GroupTimeoutError, RankDiedError, VerificationError
+from dwdp.group.posts import describe, raise_failures
 from dwdp.group.ranks import compare_reports, join_problems
 from dwdp.memory.exchange import Exported, close_exported, exchange_handles
 from dwdp.partition.collect import Collected
@@ -371,11 +372,7 @@ class DenseSetup:
         """As group.vote, for a collective that carried the errors' texts itself."""
         if error is not None:
             raise error
-        failed = [
-            f"rank {rank} failed in phase {phase!r}: {text}" for rank, text in enumerate(texts) if text is not None
-        ]
-        if failed:
-            raise GroupError(join_problems(failed))
+        raise_failures(phase, texts)
 
     def _for_each_blob(self, check: Callable[[int, Blob, str], None]) -> None:
         """Gathers every blob into its slot on the copy stream, and checks it there."""
@@ -515,4 +512,4 @@ def _collective(own: BaseException | None, call: Callable, *args):
 
 
 def _text(error: BaseException | None) -> str | None:
-    return None if error is None else f"{type(error).__name__}: {error}"
+    return None if error is None else describe(error)

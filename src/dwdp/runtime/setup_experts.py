@@ -22,7 +22,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,7 @@ import msgspec
 import torch
 
 from dwdp.errors import DwdpError, GroupError, VerificationError
+from dwdp.group.posts import describe, raise_failures
 from dwdp.group.ranks import compare_reports, join_problems
 from dwdp.memory.exchange import Exported, close_exported, exchange_handles
 from dwdp.partition.experts import ExpertPartition
@@ -211,7 +212,7 @@ class _Setup:
     def _handles(self) -> None:
         self._attempt(self._move)
         exported, infos = self._attempt(lambda: self.transport.exports()) or ([], [])
-        text = None if self.error is None else f"{type(self.error).__name__}: {self.error}"
+        text = None if self.error is None else describe(self.error)
         payload = msgspec.msgpack.encode(HandlesMessage(text, self.digest, infos))
         try:
             answers = exchange_handles(self.group, self.domain, "expert handles", exported, payload)
@@ -227,13 +228,7 @@ class _Setup:
         """The same verdict on every rank, from the same messages."""
         if self.error is not None:
             raise self.error
-        failed = [
-            f"rank {rank} failed in phase 'expert handles': {message.error}"
-            for rank, message in enumerate(messages)
-            if message.error is not None
-        ]
-        if failed:
-            raise GroupError(join_problems(failed))
+        raise_failures("expert handles", [message.error for message in messages])
         for rank, message in enumerate(messages):
             if message.digest != messages[0].digest:
                 raise GroupError(f"rank {rank} sent handles of other tables than rank 0 (another digest)")
@@ -262,7 +257,8 @@ class _Setup:
         assemble(self.small, sent, self.partition, self.prepared_small)
         prepared = []
         for pos in range(len(self.layers)):
-            tables = {t.spec.name: full for t, full in zip(self.transport.tables, self.full) if t.spec.pos == pos}
+            of_layer = self._of_layer(pos, zip(self.transport.tables, self.full))
+            tables = {table.spec.name: full for table, full in of_layer}
             small = {
                 spec.name: full
                 for spec, full in zip(self.small, self.prepared_small)
@@ -318,8 +314,9 @@ class _Setup:
     def _build(self) -> list[bytes]:
         """Ring, edges, plans, verification, and everything the rebinding needs; returns the small tensors."""
         transport, options = self.transport, self.options
-        by_pos = [[t for t in transport.tables if t.spec.pos == pos] for pos in range(len(self.layers))]
-        self.ring = PrefetchRing(self.domain, by_pos, options["num_slots"])
+        positions = range(len(self.layers))
+        tables = [self._of_layer(pos, transport.tables) for pos in positions]
+        self.ring = PrefetchRing(self.domain, tables, options["num_slots"])
         self.ring.check_fits(self._free_bytes(), self._remedies())
         self.ring.allocate()
         logger.info(
@@ -330,9 +327,8 @@ class _Setup:
         self.mover.copy(transport.edges())
         addresses = transport.addresses()
         plans = self.plans
-        for pos in range(len(self.layers)):
-            tables = [a for spec, a in zip(self.specs, addresses) if spec.pos == pos]
-            runs = expert_runs(tables, self.partition, self.rank)
+        for pos in positions:
+            runs = expert_runs(self._of_layer(pos, addresses), self.partition, self.rank)
             plans.append(options["transfer"].plan(runs, rank=self.rank, num_ranks=len(self.partition.ranges), pos=pos))
         logger.info("expert transfer: %s", options["transfer"].describe(plans))
         checksums = {rank: [info.checksums for info in infos] for rank, infos in transport.infos.items()}
@@ -361,6 +357,10 @@ class _Setup:
             report=self._report(rows),
         )  # fmt: skip
         return [pack(tensor) for tensor in tensors]
+
+    def _of_layer(self, pos: int, items: Iterable[Any]) -> list[Any]:
+        """Those of one managed layer; items: one a table, in the order of `specs`."""
+        return [item for spec, item in zip(self.specs, items, strict=True) if spec.pos == pos]
 
     def _held_bytes(self) -> int:
         return self.domain.allocated_bytes + outside_bytes(self.model, self.domain)

@@ -11,8 +11,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from dwdp.errors import GroupTimeoutError, ModelReleasedError, RankDiedError
-from dwdp.group.ranks import name_ranks
+from dwdp.errors import GroupTimeoutError, ModelReleasedError
 from dwdp.runtime.counters import Counters
 from dwdp.runtime.dense_manager import DenseDwdpManager, refuse_weight_change
 from dwdp.runtime.sm_reserve import drop_reserve, reserve_sms
@@ -88,11 +87,7 @@ class StandaloneDenseManager(DenseDwdpManager):
         if self.runtime is not None:
             return self.report
         refuse_weight_change(model)
-        if self.group.dead:
-            first = min(self.group.dead)
-            raise RankDiedError(
-                first, f"{name_ranks(self.group.dead)} died: no set-up can follow; start the group anew"
-            )
+        self.group.refuse_without("set-up")
         self._model = weakref.ref(model)
         try:
             if self.check_model(model):

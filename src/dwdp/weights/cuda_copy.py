@@ -16,7 +16,7 @@ from typing import Any
 from dwdp.device.nvrtc import Compiler, DeviceTable, Kernels, Launch, compile_cubin
 from dwdp.errors import DwdpError
 from dwdp.memory.driver import Driver
-from dwdp.weights.gather_kernel import OPTIONS, SHARED_BYTES, SOURCE, THREADS, gather_table
+from dwdp.weights.gather_kernel import OPTIONS, SHARED_BYTES, SOURCE, THREADS, kernel_table
 from dwdp.weights.plan import CopySlice
 
 BATCH_VERSION = 13000
@@ -92,7 +92,7 @@ class GatherCopy:
     transfer = "gather"
 
     def __init__(self, kernel: GatherKernel, slices: Sequence[CopySlice]) -> None:
-        table = gather_table(slices, kernel.num_ctas)
+        table = kernel_table(slices, kernel.num_ctas)
         self.nbytes = table.nbytes
         self._tables: list[DeviceTable] = []
         self._launch = None

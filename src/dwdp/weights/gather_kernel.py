@@ -147,7 +147,7 @@ gather_tma(const Unit* units, int num_units, const Unit* edges, int num_edges) {
 
 
 @dataclass(frozen=True)
-class GatherTable:
+class KernelTable:
     """What the kernel reads: int64 [n, 3] each, rows (dst, src, nbytes), see [Note: units of the gather]."""
 
     units: np.ndarray
@@ -159,7 +159,7 @@ class GatherTable:
         return int(self.units[:, 2].sum() + self.edges[:, 2].sum())
 
 
-def gather_table(slices: Sequence[CopySlice], num_ctas: int) -> GatherTable:
+def kernel_table(slices: Sequence[CopySlice], num_ctas: int) -> KernelTable:
     """Cuts a layer's slices for `num_ctas` CTAs. No two slices overlap, so that order does not matter."""
     total = sum(piece.nbytes for piece in slices)
     unit_bytes = min(LARGEST_UNIT, max(SMALLEST_UNIT, total // (num_ctas * UNITS_PER_CTA)))
@@ -173,7 +173,7 @@ def gather_table(slices: Sequence[CopySlice], num_ctas: int) -> GatherTable:
         for start, end in ((0, head), (head + body, piece.nbytes)):
             if start < end:
                 edges.append(_cut(piece.dst + start, piece.src + start, end - start, SMALLEST_UNIT))
-    return GatherTable(_deal([np.concatenate(parts) for parts in by_peer.values()]), _join(edges))
+    return KernelTable(_deal([np.concatenate(parts) for parts in by_peer.values()]), _join(edges))
 
 
 def _aligned(piece: CopySlice) -> tuple[int, int]:

@@ -113,7 +113,8 @@ class GatherRow(NamedTuple):
 
 @dataclass(frozen=True)
 class GatherTable:
-    """What one launch of the gather is given: integers alone, so that a kernel takes them as they are.
+    """What one launch of the gather moves, by peer. The host's twin walks it; on CUDA its runs are cut for the kernel,
+    see `weights/gather_kernel.py:KernelTable`.
 
     tile_nbytes: of every tile but the last of a descriptor. kernel: tma or ldst.
     """
