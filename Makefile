@@ -15,8 +15,10 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 demo: setup
 	$(PYTHON) -m dwdp.tools.cli demo
 
+# Two processes at once, each file in one of them; then what measures times, with nothing beside it.
 test: setup
-	$(PYTHON) -m pytest
+	$(PYTHON) -m pytest -n 2 --dist loadfile -m "not alone and not gpu"
+	$(PYTHON) -m pytest -m "alone and not gpu"
 
 check: setup
 	$(PYTHON) -m ruff check .

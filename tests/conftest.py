@@ -1,8 +1,10 @@
-"""For all tests: what one sets up in logging is no other's."""
+"""For all tests: what one leaves behind is no other's."""
 
 from __future__ import annotations
 
+import gc
 import logging
+from pathlib import Path
 
 import pytest
 
@@ -14,3 +16,17 @@ def logging_as_before():
     before = logger.propagate, logger.level, list(logger.handlers)
     yield
     logger.propagate, logger.level, logger.handlers = before
+
+
+def mapped_memory() -> list[str]:
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:dwdp-" in line]
+
+
+@pytest.fixture(autouse=True)
+def no_memory_left(request):
+    """A test that leaves memory of a domain mapped fails itself, not a later one that counts."""
+    yield
+    if mapped_memory():
+        gc.collect()
+        left = mapped_memory()
+        assert not left, f"{request.node.nodeid} leaves memory mapped: {left[:3]}"

@@ -6,6 +6,7 @@ Mutation-checked: each mutation test below shows one that the recorder or the wa
 from __future__ import annotations
 
 import gc
+import threading
 from pathlib import Path
 
 import pytest
@@ -217,16 +218,17 @@ def problems_of(model) -> str:
 
 
 def test_a_view_kept_from_attention_and_read_in_the_moe_block_is_caught(model, monkeypatch):
-    real_attention, real_moe, kept = kda.KimiDeltaAttention.forward, moe.LatentMoE.forward, {}
+    real_attention, real_moe = kda.KimiDeltaAttention.forward, moe.LatentMoE.forward
+    kept = threading.local()  # each rank its own
 
     def attention(self, *args):
-        kept[id(self.o_proj)] = self.o_proj.weight.t()
+        kept.view = self.o_proj.weight.t()
         return real_attention(self, *args)
 
     def block(self, x):
-        for view in kept.values():
+        view = vars(kept).pop("view", None)
+        if view is not None:
             view.sum()
-        kept.clear()
         return real_moe(self, x)
 
     monkeypatch.setattr(kda.KimiDeltaAttention, "forward", attention)

@@ -41,7 +41,7 @@ def shmem_bytes(pid: int) -> int:
 
 
 def memfds(pid: int) -> list[str]:
-    return re.findall(r"memfd:(\S+)", Path(f"/proc/{pid}/maps").read_text())
+    return re.findall(r"memfd:(dwdp\S+)", Path(f"/proc/{pid}/maps").read_text())
 
 
 @pytest.mark.timeout(240)

@@ -7,6 +7,7 @@ import torch
 
 from dwdp.tools.overlap import measure, write_model
 
+pytestmark = pytest.mark.alone
 ATTEMPTS = 4  # a busy machine may disturb a timing; a copy that is not asynchronous fails every attempt
 
 
