@@ -187,7 +187,28 @@ def test_waits_that_nobody_asks_for_do_not_pile_up(monkeypatch):
             device.record(event, device.copy)
             device.wait(device.compute, event)
             device.drain()
-        assert len(device.api._events) <= 2 * 8 + 2
+        assert len(device.api._events) <= 2 * (8 + 2) + 2
+
+
+def test_no_wait_reads_more_than_a_few_of_those_before_it(monkeypatch):
+    """Fails when all that has piled up is read at once: the forward would stop there for as long as that takes."""
+    monkeypatch.setattr("dwdp.device.cuda.PENDING_WAITS", 8)
+    with FakeCudaDevice(measure_waits=True) as device:
+        event, gate = device.event("e"), threading.Event()
+        device.enqueue(device.compute, lambda: gate.wait(5), kind="read")
+        for _ in range(50):  # the host is far ahead: no wait is over
+            device.wait(device.compute, event, layer=1)
+        assert len(device._waits) == 50
+        gate.set()
+        device.drain()
+        for number in range(60):
+            device.api.calls.clear()
+            device.wait(device.compute, event, layer=1)
+            device.drain()
+            read = [name for name, *_ in device.api.calls].count("cuEventElapsedTime")
+            assert read <= 2, number
+        assert 8 <= len(device._waits) <= 10
+        assert device.exposed_wait_seconds > 0 and not device._waits
 
 
 def test_a_trace_has_the_neutral_form_with_the_times_of_the_device():

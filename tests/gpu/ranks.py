@@ -36,8 +36,10 @@ class Site:
         self._store = open_store(rank, "127.0.0.1", port, timeout_seconds=60)
         self._names = (f"group-{number}" for number in itertools.count())
 
-    def group(self) -> StoreGroup:
-        return StoreGroup(self._store, self.rank, self.size, name=next(self._names), timeout_seconds=60)
+    def group(self, size: int | None = None, *, name: str | None = None, timeout_seconds: float = 60) -> StoreGroup:
+        """A new group of all ranks, or of the first `size`; then with a name of its own."""
+        name = name or next(self._names)
+        return StoreGroup(self._store, self.rank, size or self.size, name=name, timeout_seconds=timeout_seconds)
 
     def together(self, body: Callable[[], Any]) -> Any:
         """body() between two barriers of all ranks."""
@@ -82,8 +84,16 @@ class Site:
         return torch.cuda.mem_get_info()[0]
 
 
-def run(scenario: Callable[..., Any], size: int, *args: Any, fake: bool = False, lost: tuple[int, ...] = ()) -> dict:
-    """scenario(site, *args) in `size` processes -> rank -> what it returned. lost: ranks that kill themselves."""
+def run(
+    scenario: Callable[..., Any],
+    size: int,
+    *args: Any,
+    fake: bool = False,
+    lost: tuple[int, ...] = (),
+    seconds: float = SECONDS,
+) -> dict:
+    """scenario(site, *args) in `size` processes -> rank -> what it returned. lost: ranks that kill themselves;
+    seconds: until the processes are ended."""
     reserved, port = host_store()
     del reserved  # rank 0 serves there
     context = multiprocessing.get_context("spawn")
@@ -95,7 +105,7 @@ def run(scenario: Callable[..., Any], size: int, *args: Any, fake: bool = False,
         process.start()
     found: dict[int, Any] = {}
     failed: list[str] = []
-    deadline = time.monotonic() + SECONDS
+    first_deadline = deadline = time.monotonic() + seconds
     try:
         while len(found) + len(failed) < size - len(lost) and time.monotonic() < deadline:
             with contextlib.suppress(Exception):  # empty for now
@@ -104,7 +114,7 @@ def run(scenario: Callable[..., Any], size: int, *args: Any, fake: bool = False,
                     found[rank] = value
                 else:
                     failed.append(f"rank {rank}: {error}")
-            if failed and time.monotonic() > deadline - SECONDS + 5:
+            if failed and time.monotonic() > first_deadline - seconds + 5:
                 deadline = min(deadline, time.monotonic() + 10)  # the others fail too, or wait for the lost one
             ended = {r for r, process in enumerate(ranks) if process.exitcode not in (None, 0)} - set(lost)
             if ended - set(found) and not failed:

@@ -1,8 +1,9 @@
 """Streams and events of a GPU: every call of the hot path is one call of the driver, and the host never waits.
 
 [Note: exposed waits] How long compute waited for a copy shows only on the device: two timing events lie around the
-wait on the compute stream, and what passed between them is read much later, when somebody asks. It holds a few
-microseconds of the events themselves.
+wait on the compute stream, and what passed between them is read much later, when somebody asks or, where nobody does,
+a few at each wait: all at once would hold a forward up for milliseconds. It holds a few microseconds of the events
+themselves.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from dwdp.memory.driver import Driver
 
 logger = logging.getLogger(__name__)
 
-PENDING_WAITS = 1024  # measured waits whose time nobody has asked for; then they are read
+PENDING_WAITS = 256  # measured waits whose time nobody has asked for; from then on each wait reads the oldest
+READ_AT_A_WAIT = 2  # more than one, so that those of a host that was far ahead become fewer again
 DISABLE_TIMING = "CU_EVENT_DISABLE_TIMING"
 
 
@@ -85,7 +87,7 @@ class CudaDevice:
         api = self.driver.api
         self._ok = api.CUresult.CUDA_SUCCESS
         self._record, self._wait = api.cuEventRecord, api.cuStreamWaitEvent
-        self._is_capturing = api.cuStreamIsCapturing
+        self._is_capturing, self._elapsed = api.cuStreamIsCapturing, api.cuEventElapsedTime
         self._idle = api.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
         self._current = current_stream or _torch_current_stream(index)
         try:
@@ -134,8 +136,8 @@ class CudaDevice:
                 self._stamps.append((self._op(stream.name, "wait", slot, layer, event.name), before, behind))
             if stream is self.compute:
                 self._waits.append((layer, before, behind))
-                if len(self._waits) >= PENDING_WAITS:
-                    self._read_waits()
+                if len(self._waits) > PENDING_WAITS:
+                    self._read_waits(READ_AT_A_WAIT)
 
     def enqueue(
         self,
@@ -301,20 +303,22 @@ class CudaDevice:
         """Seconds of time.perf_counter at which the device reached a timing event."""
         return self._started_at + self.driver("cuEventElapsedTime", self._start, timer) / 1e3
 
-    def _read_waits(self) -> None:
-        """Counts the waits that are over, in order."""
-        while self._waits:
+    def _read_waits(self, most: int | None = None) -> None:
+        """Counts the waits that are over, in order; at most so many."""
+        while self._waits and most != 0:
             layer, before, behind = self._waits[0]
-            (result,) = self.driver.api.cuEventQuery(behind)
+            result, milliseconds = self._elapsed(before, behind)
             if result != self._ok:
-                return
+                return  # not over, or work has failed, which whoever waits for it is told
             self._waits.popleft()
-            seconds = self.driver("cuEventElapsedTime", before, behind) / 1e3
+            seconds = milliseconds / 1e3
             self._exposed += seconds
             if layer is not None:
                 self._by_layer[layer] = self._by_layer.get(layer, 0.0) + seconds
             if self.trace is None:
                 self._free_timers += (before, behind)
+            if most is not None:
+                most -= 1
 
     def _failed(self, call: str, result: Any, event: CudaEvent, stream: CudaStream) -> Exception:
         return self.driver.error(call, result, f"event {event.name} on stream {stream.name}")
