@@ -24,6 +24,7 @@ check: setup
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m tests.config.observables --check
+	$(PYTHON) -m dwdp.tools.variables --check docs/variables.md
 	$(PYTHON) -m pytest tests/test_repository.py
 
 bench: setup

@@ -285,6 +285,26 @@ def test_a_variable_that_changes_nothing_is_named():
     assert "DWDP_DENZE" in lines[1] and "DWDP_DENSE is" in lines[1]
 
 
+@pytest.mark.parametrize(
+    "name, near",
+    [
+        ("DWDP_DENSE_ENABLE", "DWDP_DENSE"),
+        ("DWDP_DENSE_ENABLED", "DWDP_DENSE"),
+        ("DWDP_DENSE_ON", "DWDP_DENSE"),
+        ("DWDP_DENZE", "DWDP_DENSE"),
+        ("DWDP_DENSE_SEGMENT", "DWDP_DENSE_SEGMENTS"),
+        ("DWDP_DENSE_STORE_CHUNK", "DWDP_DENSE_STORE_CHUNK_MB"),
+        ("DWDP_DENSE_COPIES", "DWDP_DENSE_COPY"),
+        ("DWDP_MASTER_ADDRESS", "DWDP_MASTER_ADDR"),
+        ("DWDP_RESERVE", "DWDP_SM_RESERVE"),
+        ("DWDP_XYZZY_QUUX", None),
+    ],
+)
+def test_an_unknown_name_is_answered_with_the_one_that_it_may_have_meant(name, near):
+    """Fails when the spelling of the whole name decides: DWDP_DENSE_DEBUG is spelled most like DWDP_DENSE_ENABLE."""
+    assert env.nearest(name, env.SWITCHES) == near
+
+
 def environment_reads(source):
     """Lines that reach the process environment, in any of the ways of the standard library."""
     names = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}

@@ -13,7 +13,7 @@ import os
 import re
 import stat
 import sysconfig
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,10 +88,12 @@ def _segments(text: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Switch:
-    """One variable: how it is read and what it accepts. `keep`: used, with a warning, for unreadable text."""
+    """One variable: what it means, how it is read and what it accepts. `keep`: used, with a warning, for unreadable
+    text."""
 
     name: str
     alias: str | None
+    meaning: str
     parse: Callable[[str], object]
     accepted: str
     keep: object = None
@@ -106,48 +108,69 @@ class Setting:
     value: object
 
 
-def _dwdp(name: str, parse: Callable[[str], object], accepted: str, keep: object = None) -> Switch:
-    return Switch(f"DWDP_{name}", f"TRTLLM_DWDP_{name}", parse, accepted, keep)
+def _dwdp(name: str, meaning: str, parse: Callable[[str], object], accepted: str, keep: object = None) -> Switch:
+    return Switch(f"DWDP_{name}", f"TRTLLM_DWDP_{name}", meaning, parse, accepted, keep)
 
 
 _COUNT = f"a whole number >= 0 and at most {MAX_INTEGER}"
+_BYTES, _MIB = _COUNT.replace("number", "number of bytes"), _COUNT.replace("number", "number of MiB")
+_COPIES = "batched, per_slice or gather"
 
 SWITCHES: dict[str, Switch] = {
     switch.name: switch
     for switch in (
-        _dwdp("DENSE", _boolean, BOOLEAN),
-        _dwdp("DENSE_COPY", _choice("batched", "per_slice", "gather"), "batched, per_slice or gather"),
-        _dwdp("DENSE_REQUIRED", _boolean, BOOLEAN, keep=True),
-        _dwdp("DENSE_SEGMENTS", _segments, "'attn' or 'attn,moe'"),
-        _dwdp("DENSE_MIN_BYTES", _integer(0), _COUNT.replace("number", "number of bytes")),
-        _dwdp("DENSE_STORE_CHUNK_MB", _integer(0), _COUNT.replace("number", "number of MiB")),
-        _dwdp("DENSE_STRICT", _boolean, BOOLEAN),
-        _dwdp("DENSE_DEBUG", _integer(0, 2), "0, 1 or 2"),
-        _dwdp("PREFETCH_GATHER", _boolean, BOOLEAN),
-        _dwdp("GATHER_KERNEL", _choice("auto", "tma", "ldst"), "auto, tma or ldst"),
-        Switch("DWDP_SM_RESERVE", "TRTLLM_CUTEDSL_SM_RESERVE", _integer(0), _COUNT),
-        Switch("DWDP_DISABLE_COOP_ROUTING", "TLLM_ROUTING_DISABLE_COOP_LAUNCH", _boolean, BOOLEAN),
-        _dwdp("RANK", _integer(0), _COUNT),
-        _dwdp("MASTER_ADDR", _text, "a host name or address"),
-        _dwdp("MASTER_PORT", _integer(1, 65535), "a port number from 1 to 65535"),
-        _dwdp("SOCKET_DIR", _text, "a folder"),
-        _dwdp("GROUP_TOKEN", _text, "a secret text, or the path of a file with it"),
-        _dwdp("RENDEZVOUS_TIMEOUT_S", _seconds, SECONDS),
-        Switch("DWDP_SKIP_KV_CACHE_ESTIMATION", "TRTLLM_SKIP_KV_CACHE_ESTIMATION", _boolean, BOOLEAN),
-        Switch(
-            "DWDP_EXECUTOR_SHUTDOWN_DROP_INFLIGHT",
-            "TRTLLM_EXECUTOR_SHUTDOWN_DROP_INFLIGHT",
-            _boolean,
-            BOOLEAN,
+        _dwdp("DENSE", "dense DWDP on or off", _boolean, BOOLEAN),
+        _dwdp(
+            "DENSE_COPY", "how standalone dense copies are submitted; attached it is not read",
+            _choice("batched", "per_slice", "gather"), _COPIES,
+        ),
+        _dwdp(
+            "DENSE_REQUIRED", "on: a failed set-up raises on every rank; off: replicated weights serve on",
+            _boolean, BOOLEAN, keep=True,
+        ),
+        _dwdp("DENSE_SEGMENTS", "which dense weights move", _segments, "'attn' or 'attn,moe'"),
+        _dwdp("DENSE_MIN_BYTES", "smaller storages stay replicated", _integer(0), _BYTES),
+        _dwdp("DENSE_STORE_CHUNK_MB", "about the size of a handle of rows; 0: one handle", _integer(0), _MIB),
+        _dwdp("DENSE_STRICT", "demand fetches, leaks and the like are errors", _boolean, BOOLEAN),
+        _dwdp("DENSE_DEBUG", "1: NaN in slots at commit, leaks named; 2: watchdog too", _integer(0, 2), "0, 1 or 2"),
+        _dwdp("PREFETCH_GATHER", "experts move by an SM gather", _boolean, BOOLEAN),
+        _dwdp(
+            "GATHER_KERNEL", "kernel of the gather; auto: tma where the GPU has it",
+            _choice("auto", "tma", "ldst"), "auto, tma or ldst",
         ),
         Switch(
-            "DWDP_SERVE_GRACEFUL_SHUTDOWN_TIMEOUT_S",
-            "TRTLLM_SERVE_GRACEFUL_SHUTDOWN_TIMEOUT_S",
-            _seconds,
-            SECONDS,
+            "DWDP_SM_RESERVE", "TRTLLM_CUTEDSL_SM_RESERVE", "SMs kept out of persistent compute grids",
+            _integer(0), _COUNT,
+        ),
+        Switch(
+            "DWDP_DISABLE_COOP_ROUTING", "TLLM_ROUTING_DISABLE_COOP_LAUNCH",
+            "cooperative launches of routing kernels off", _boolean, BOOLEAN,
+        ),
+        _dwdp("RANK", "this process's rank in a group of independent processes", _integer(0), _COUNT),
+        _dwdp("MASTER_ADDR", "where rank 0 of such a group serves its store", _text, "a host name or address"),
+        _dwdp("MASTER_PORT", "the port of that store", _integer(1, 65535), "a port number from 1 to 65535"),
+        _dwdp("SOCKET_DIR", "where the ranks' sockets lie; unset: a private temporary folder", _text, "a folder"),
+        _dwdp(
+            "GROUP_TOKEN", "the group's secret, needed where ranks span hosts",
+            _text, "a secret text, or the path of a file with it",
+        ),
+        _dwdp(
+            "RENDEZVOUS_TIMEOUT_S", "deadline of the rendezvous and of every collective (1800)", _seconds, SECONDS
+        ),
+        Switch(
+            "DWDP_SKIP_KV_CACHE_ESTIMATION", "TRTLLM_SKIP_KV_CACHE_ESTIMATION",
+            "the KV cache is sized without a forward", _boolean, BOOLEAN,
+        ),
+        Switch(
+            "DWDP_EXECUTOR_SHUTDOWN_DROP_INFLIGHT", "TRTLLM_EXECUTOR_SHUTDOWN_DROP_INFLIGHT",
+            "requests in flight are dropped at the end", _boolean, BOOLEAN,
+        ),
+        Switch(
+            "DWDP_SERVE_GRACEFUL_SHUTDOWN_TIMEOUT_S", "TRTLLM_SERVE_GRACEFUL_SHUTDOWN_TIMEOUT_S",
+            "how long a server waits for requests at its end", _seconds, SECONDS,
         ),
     )
-}
+}  # fmt: skip
 
 DEFAULT_RENDEZVOUS_TIMEOUT_SECONDS = 1800.0
 
@@ -503,6 +526,22 @@ def ineffective(environ: Environ = None) -> list[str]:
     ]
     for name in sorted(set(environ) - set(SWITCHES)):
         if name.startswith("DWDP_"):
-            near = difflib.get_close_matches(name, SWITCHES, 1)
-            lines.append(f"{name} is no variable of dwdp" + (f"; {near[0]} is" if near else ""))
+            near = nearest(name, SWITCHES)
+            lines.append(f"{name} is no variable of dwdp" + (f"; {near} is" if near else ""))
     return lines
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that an unknown one may have meant: one that is spelled like it in the words in which they
+    differ, else the one that holds it whole, or the longest that it begins with."""
+    known = list(known)
+    close = difflib.get_close_matches(name, known, 3)
+    for one in close:
+        words = [word.split("_") for word in (name, one)]
+        same = next((i for i, (a, b) in enumerate(zip(*words)) if a != b), min(map(len, words)))
+        rests = ["_".join(word[same:]) for word in words]
+        if all(rests) and difflib.SequenceMatcher(None, *rests).ratio() >= 0.6:
+            return one
+    begun = max((one for one in known if name.startswith(f"{one}_")), key=len, default=None)
+    holding = [one for one in known if f"_{name}_" in f"_{one}_"]
+    return (holding[0] if len(holding) == 1 else None) or begun or next(iter(close), None)

@@ -53,7 +53,7 @@ class LLM:
     ) -> None:
         launch = resolve(
             model,
-            ranks=ranks,
+            ranks=None if ranks == 1 else ranks,  # the default leaves the number to tp_size
             dwdp=dwdp,
             dense_dwdp=dense_dwdp,
             replicated=replicated,
@@ -175,7 +175,7 @@ class LLM:
         """
         from dwdp.executor.progress import ProgressBars
 
-        path = str(model_folder(model_path).resolve())
+        path = str(model_folder(model_path, asked_by="update_weights").resolve())
         with self._lock, ProgressBars(quiet=self._quiet) as self._bars:
             votes = self._frontend.settings.has_group or self._launch.ranks == 1
             if not votes:

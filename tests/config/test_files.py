@@ -212,6 +212,18 @@ def test_tp_size_names_the_ranks_of_an_attention_dp_instance_and_turns_expert_dw
     assert (config.ranks, config.dwdp) == (3, None)
 
 
+def test_a_number_of_ranks_that_was_given_is_never_replaced_by_tp_size(tmp_path):
+    """Fails when 1, the default, passes for a number that nobody gave."""
+    words = r"tp_size 2 must be 1 or the number of ranks, 1 \(ranks, --ranks\)"
+    with pytest.raises(ConfigError, match=words):
+        resolve(ServeConfig(ranks=1, tp_size=2, attention_dp=True), {})
+    file = tmp_path / "dwdp.yaml"
+    file.write_text("{tp_size: 2, attention_dp: true}")
+    assert resolve(load_config_file(file), {})[0].ranks == 2
+    with pytest.raises(ConfigError, match=words):
+        resolve(load_config_file(file, {"ranks": 1}), {})
+
+
 def test_replicated_wins_over_attention_dp_and_says_so():
     config, lines = resolve(ServeConfig(tp_size=3, attention_dp=True, replicated=True), {})
     assert (config.ranks, config.tp_size, config.attention_dp, config.dwdp) == (3, 1, False, None)

@@ -233,6 +233,29 @@ def test_a_refusal_is_one_line_with_every_path_and_value():
         assert part in text, part
 
 
+@pytest.mark.parametrize(
+    "document, part",
+    [
+        ({"rank": 2}, "rank: unknown key, ranks is one (given 2)"),
+        ({"dwdp": {"dwdp_size": 2, "slots": 3}}, "dwdp.slots: unknown key, num_prefetch_slots is one (given 3)"),
+        ({"dense_dwdp": {"enable": True}}, "dense_dwdp.enable: unknown key, enabled is one (given True)"),
+        ({"dense_dwdp": {"min_byte": 1}}, "dense_dwdp.min_byte: unknown key, min_bytes is one (given 1)"),
+        ({"xyzzy": 1}, "xyzzy: unknown key (given 1)"),
+    ],
+)
+def test_an_unknown_key_is_answered_with_the_nearest_of_its_section(document, part):
+    with pytest.raises(ConfigError) as refused:
+        validate(ServeConfig, document, what="the config")
+    assert str(refused.value) == f"the config: {part}"
+
+
+@pytest.mark.parametrize("field", ["page_granules", "host_granule_bytes"])
+def test_sizes_that_no_address_range_has_are_bad_input(field):
+    value = 4096 * 10**12
+    with pytest.raises(ConfigError, match=f"dwdp.{field}.*given {value}"):
+        validate(ServeConfig, {"dwdp": {"dwdp_size": 2, field: value}}, what="the config")
+
+
 def test_one_line_names_a_missing_field_and_shortens_long_values():
     with pytest.raises(ValidationError) as missing:
         DwdpConfig.model_validate({})

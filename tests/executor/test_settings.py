@@ -1,14 +1,17 @@
 """A launch is refused before any rank exists, in one line with the names and numbers; what may start is
 complete."""
 
+import functools
 import os
 
 import pytest
 
 from dwdp.config.gate import GateError
-from dwdp.errors import CheckpointError, ConfigError
+from dwdp.errors import CheckpointError, ConfigError, MemoryDomainError
+from dwdp.executor import devices
 from dwdp.executor.settings import launch_fields, resolve
 from tests.executor.checkpoints import write_tiny
+from tests.memory.fake_driver import CUresult, FakeDriver, FakeMachine, zero_live
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +126,7 @@ def test_max_seq_len_is_the_models_and_at_most_4096_on_the_host_unless_set(tmp_p
         ({"overlap_scheduler": True}, ConfigError, ["overlap_scheduler", "not supported"]),
         ({"ranks": 2, "tp_size": 2}, ConfigError, ["tp_size 2", "attention_dp"]),
         ({"ranks": 3, "tp_size": 2, "attention_dp": True}, ConfigError, ["tp_size 2", "3"]),
+        ({"ranks": 1, "tp_size": 2, "attention_dp": True}, ConfigError, ["tp_size 2", "ranks, 1"]),
         ({"tp_size": 9, "attention_dp": True}, ValueError, ["8", "9"]),
         ({"attention_dp": True}, ConfigError, ["attention_dp", "tp_size"]),
         ({"tp_size": 2, "attention_dp": True, "overlap_scheduler": True}, ConfigError, ["overlap", "not supported"]),
@@ -210,3 +214,76 @@ def test_a_config_without_sections_goes_with_replicated_weights(tiny, tmp_path, 
     file.write_text(text)
     launch = start(**launch_fields(str(tiny), file, {"replicated": True}))
     assert (launch.mode, launch.settings.dwdp, launch.settings.attention_dp) == ("off", None, False)
+
+
+STANDALONE = {"tp_size": 2, "attention_dp": True, "dense_dwdp": {"enabled": True}}
+
+
+def broken(source, arch, options):
+    raise MemoryDomainError("NVRTC cannot be loaded")
+
+
+def starts_on_a_gpu(model, monkeypatch, *, compiler=lambda *arguments: b"cubin", driver=None, **fields):
+    """`resolve` where the ranks compute on GPUs with such a driver, and what the gate learnt of them."""
+    fake = FakeDriver(FakeMachine(), **(driver or {}))
+    probed = functools.partial(devices.capabilities, driver=fake, compiler=compiler)
+    monkeypatch.setattr(devices, "choose_device", lambda device: ("cuda", "asked for"))
+    monkeypatch.setattr(devices, "capabilities", probed)
+    launch = resolve(model, environ=fields.pop("environ", {}), **fields)
+    assert fake.live() == zero_live() and not [name for name, *_ in fake.calls if "Ctx" in name]
+    return launch
+
+
+@pytest.mark.parametrize(
+    "driver, compiler, fields, message",
+    [
+        (
+            {"version": 12080}, None, {"ranks": 2, "dwdp": {"contention_opt": True}},
+            r"dwdp.contention_opt needs batched copies, .* CUDA 13.0 .* the driver is of CUDA 12.8.*: switch it off",
+        ),
+        (
+            {"version": 12080}, None, STANDALONE,
+            r"dense_dwdp.copy\) batched needs .* the driver is of CUDA 12.8.*: set per_slice",
+        ),
+        (
+            {}, broken, {"ranks": 2, "dwdp": {"prefetch_gather": True}},
+            r"DWDP_PREFETCH_GATHER\) needs the gather kernel, .*\(NVRTC cannot be loaded\): switch it off",
+        ),
+        (
+            {"capability": (8, 0)}, None, {"ranks": 2, "dwdp": {"prefetch_gather": True, "gather_kernel": "tma"}},
+            r"needs the gather kernel, .*tma needs compute capability 9.0, device 0 has 8.0; take ldst",
+        ),
+        (
+            {}, broken, {**STANDALONE, "environ": {"DWDP_DENSE_COPY": "Gather"}},
+            r"DWDP_DENSE_COPY=gather needs the gather kernel, .*\(NVRTC cannot be loaded\): set batched",
+        ),
+        (
+            {"attributes": {"HANDLE_TYPE_FABRIC_SUPPORTED": 0}}, None, {"ranks": 2, "dwdp": {"handle_type": "fabric"}},
+            r"dwdp.handle_type: fabric is not available .*HANDLE_TYPE_FABRIC_SUPPORTED is 0\): auto takes what works",
+        ),
+        (
+            {"attributes": {"VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED": 0}}, None, {"ranks": 2},
+            r"expert DWDP needs exportable memory: .*\(the device has no virtual memory management\)",
+        ),
+        (
+            {"fail": {"cuDeviceGetAttribute": lambda attribute, _: CUresult(int(attribute in (103, 128)))}}, None,
+            STANDALONE, r"dense DWDP needs exportable memory: .*FABRIC_SUPPORTED is 0, and .*DESCRIPTOR_SUPPORTED is 0",
+        ),
+    ],
+    ids=["batched", "standalone batched", "gather", "kernel", "standalone gather", "fabric", "memory", "old driver"],
+)  # fmt: skip
+def test_what_is_demanded_and_a_gpu_cannot_do_is_one_error_at_the_gate(
+    tiny, monkeypatch, driver, compiler, fields, message
+):
+    """With its reason, before any rank exists and without a context on the GPU; without the demand it may start."""
+    compiler = {} if compiler is None else {"compiler": compiler}
+    with pytest.raises(GateError, match=message) as refused:
+        starts_on_a_gpu(tiny, monkeypatch, driver=driver, **compiler, **fields)
+    assert "\n" not in str(refused.value)
+    starts_on_a_gpu(tiny, monkeypatch, **fields)
+
+
+def test_a_gpu_that_lacks_what_nobody_asks_for_starts(tiny, monkeypatch):
+    lacking = {"version": 12080, "attributes": {"HANDLE_TYPE_FABRIC_SUPPORTED": 0}}
+    launch = starts_on_a_gpu(tiny, monkeypatch, compiler=broken, driver=lacking, ranks=2, dense_dwdp={"enabled": True})
+    assert launch.mode == "attached" and launch.settings.dwdp["handle_type"] == "auto"

@@ -97,6 +97,8 @@ class CUstreamCaptureStatus(IntEnum):
 class CUdevice_attribute(IntEnum):  # noqa: N801
     CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR = 75
     CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR = 76
+    CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED = 102
+    CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED = 103
     CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED = 128
 
 
@@ -115,6 +117,11 @@ class CUmemAllocationProp:
     def __init__(self):
         self.type = self.requestedHandleTypes = 0
         self.location = SimpleNamespace(type=0, id=-1)
+
+
+class CUmemLocation:
+    def __init__(self):
+        self.type, self.id = 0, -1
 
 
 class CUmemAccessDesc:
@@ -206,17 +213,22 @@ class FakeDriver:
     imex: whether an IMEX channel is there; the device attribute says that FABRIC is supported in any case
     fail: name of a call -> result, or a function of the call's arguments that gives a result or None
     version: of the driver; capability: of the GPU; seconds_per_copy: each copy on a stream takes as long
+    visible: the host's GPUs that the process sees, in the order of their ordinals here
+    attributes: of every GPU, by the name behind CU_DEVICE_ATTRIBUTE_; they replace the usual ones
     """
 
     def __init__(
         self, machine, *, host="host0", imex=False, fail=None, version=13000, capability=(9, 0), seconds_per_copy=0.0,
+        visible=range(8), attributes=None,
     ):  # fmt: skip
         for enum in ENUMS:
             setattr(self, enum.__name__, enum)
         self.CUmemAllocationProp, self.CUmemAccessDesc = CUmemAllocationProp, CUmemAccessDesc
+        self.CUmemLocation = CUmemLocation
         self.CUmemcpyAttributes, self.CUdeviceptr, self.CUstream = CUmemcpyAttributes, CUdeviceptr, CUstream
         self.machine, self.host, self.imex, self.fail = machine, host, imex, dict(fail or {})
         self.version, self.capability, self.seconds_per_copy = version, capability, seconds_per_copy
+        self.visible, self.attributes = list(visible), dict(attributes or {})
         self.calls: list[tuple] = []
         self.capturing = False
         self._host_calls = HostCalls()
@@ -273,18 +285,30 @@ class FakeDriver:
         return OK, self.version
 
     def cuDeviceGet(self, index):
-        return (OK, index) if 0 <= index < 8 else (CUresult.CUDA_ERROR_INVALID_DEVICE, 0)
+        return (OK, self.visible[index]) if 0 <= index < len(self.visible) else (CUresult.CUDA_ERROR_INVALID_DEVICE, 0)
+
+    def cuDeviceGetCount(self):
+        return OK, len(self.visible)
+
+    def cuDeviceGetName(self, length, device):
+        return OK, b"Fake GPU".ljust(length, b"\0")
+
+    def cuDeviceCanAccessPeer(self, device, peer):
+        return OK, int(device != peer)
 
     def cuDeviceGetUuid(self, device):
         return OK, SimpleNamespace(bytes=self.machine.gpu(self.host, device).uuid)
 
     def cuDeviceGetAttribute(self, attribute, device):
         names = {
-            CUdevice_attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: self.capability[0],
-            CUdevice_attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR: self.capability[1],
-            CUdevice_attribute.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED: 1,
+            "COMPUTE_CAPABILITY_MAJOR": self.capability[0],
+            "COMPUTE_CAPABILITY_MINOR": self.capability[1],
+            "VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED": 1,
+            "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED": 1,
+            "HANDLE_TYPE_FABRIC_SUPPORTED": 1,
+            **self.attributes,
         }
-        return OK, names[attribute]
+        return OK, names[attribute.name.removeprefix("CU_DEVICE_ATTRIBUTE_")]
 
     def cuDevicePrimaryCtxRetain(self, device):
         return OK, device
@@ -311,7 +335,7 @@ class FakeDriver:
             return CUresult.CUDA_ERROR_INVALID_VALUE, 0
         if wanted & 8 and not self.imex:
             return CUresult.CUDA_ERROR_NOT_PERMITTED, 0
-        gpu = self.machine.gpu(self.host, properties.location.id)
+        gpu = self.machine.gpu(self.host, self.visible[properties.location.id])
         if gpu.used + size > gpu.total:
             return CUresult.CUDA_ERROR_OUT_OF_MEMORY, 0
         fd = self._host_calls.memfd("fake-cuda", size)
@@ -340,7 +364,9 @@ class FakeDriver:
             return CUresult.CUDA_ERROR_INVALID_VALUE, 0
         if int(kind) == 1:
             return OK, os.dup(physical.fd)
-        name = os.urandom(64)
+        # with where another process finds it
+        name = b"%d/%d/" % (os.getpid(), physical.fd) + os.urandom(64)
+        name = name[:64]
         self.machine.fabric[name] = physical
         return OK, SimpleNamespace(data=name)
 
@@ -352,7 +378,7 @@ class FakeDriver:
         else:
             if not self.imex:
                 return CUresult.CUDA_ERROR_NOT_PERMITTED, 0
-            physical = self.machine.fabric.get(bytes(exported))
+            physical = self.machine.fabric.get(bytes(exported)) or self._from_another_fabric(bytes(exported))
             if physical is None or physical.fd < 0:
                 return CUresult.CUDA_ERROR_INVALID_VALUE, 0
         return OK, self._add_handle(physical, True, int(kind))
@@ -365,6 +391,19 @@ class FakeDriver:
         gpu.used += physical.nbytes
         self.machine.by_inode[inode(fd)] = physical
         return physical
+
+    def _from_another_fabric(self, name):
+        try:
+            pid, number, _ = name.split(b"/", 2)
+            if int(pid) == os.getpid():
+                return None
+            fd = os.open(f"/proc/{int(pid)}/fd/{int(number)}", os.O_RDWR)
+        except (ValueError, OSError):
+            return None
+        try:
+            return self._from_another_process(fd)
+        finally:
+            os.close(fd)
 
     def cuMemAddressReserve(self, size, alignment, address, flags):
         if size <= 0 or size % GRANULE:
@@ -416,6 +455,10 @@ class FakeDriver:
         if fd != mapping.physical.fd:
             os.close(fd)
         return (OK,)
+
+    def cuMemGetAccess(self, location, address):
+        mapping = self._mappings.get(int(address))
+        return (OK, mapping.rights) if mapping is not None else (CUresult.CUDA_ERROR_INVALID_VALUE, 0)
 
     def cuMemUnmap(self, address, size):
         mapping = self._whole(address, size)

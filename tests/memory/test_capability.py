@@ -6,13 +6,15 @@ import threading
 from dataclasses import replace
 
 import pytest
+import torch
 
 from dwdp.errors import MemoryDomainError
 from dwdp.group.comm import Group
 from dwdp.group.ranks import Host
 from dwdp.group.threads import run_rank_threads
-from dwdp.memory.capability import choose_handle_type, probe_handle_types
+from dwdp.memory.capability import choose_handle_type, probe_handle_types, take_handle_type, try_handle_types
 from dwdp.memory.exchange import close_exported, exchange_handles
+from dwdp.weights.plan import CopySlice
 from tests.memory.fake_driver import GRANULE, CUresult, FakeCudaDomain, FakeDriver, FakeMachine, zero_live
 
 NOT_SUPPORTED = CUresult.CUDA_ERROR_NOT_SUPPORTED
@@ -92,6 +94,50 @@ def test_two_hosts_without_fabric_are_an_error_that_names_rank_call_result_and_c
     assert "/dev/nvidia-caps-imex-channels" in text and "nvidia-smi -q" in text
 
 
+@pytest.mark.parametrize("forced", ["auto", "fabric"])
+def test_memory_of_another_host_is_reached_by_one_exchange_of_fabric_handles(forced):
+    """Two hosts, one rank each: the type is tried, rows go around, are mapped read-only and copied byte for byte."""
+    machine = FakeMachine()
+
+    def run(group):
+        group.join({"memory": "cuda"})
+        group._hosts = [Host("a", "node-a"), Host("b", "node-b")]
+        assert group.several_hosts
+        driver = FakeDriver(machine, imex=True, host="ab"[group.rank])
+        with FakeCudaDomain(group.rank, 0, handle_type=forced, driver=driver) as domain:
+            assert choose_handle_type(domain, group) == "fabric" and not domain.exports_descriptors
+            handle, own = domain.create(GRANULE, "rows"), domain.reserve(GRANULE)
+            domain.map(own, 0, handle, writable=True)
+            domain.tensor(own, 0, (GRANULE,), torch.uint8).copy_(rows_of(group.rank))
+            answers = exchange_handles(group, domain, "rows", [domain.export(handle)], b"")
+            peer = 1 - group.rank
+            (exported,) = answers[peer][1]
+            assert isinstance(exported, bytes) and answers[group.rank][1] == []
+            there, into = domain.reserve(GRANULE), domain.reserve(GRANULE)
+            domain.map(there, 0, domain.import_handle(exported, GRANULE), writable=False)
+            domain.map(into, 0, domain.create(GRANULE, "into"), writable=True)
+            domain.mover.copy([CopySlice(into.address, there.address, GRANULE, peer)])
+            assert torch.equal(domain.tensor(into, 0, (GRANULE,), torch.uint8), rows_of(peer))
+            assert domain.peers_read_only
+            group.barrier("copied")
+        return driver.live()
+
+    assert run_rank_threads(2, run, timeout=30) == [zero_live()] * 2 and machine.used == 0
+
+
+def rows_of(rank):
+    """uint8 [GRANULE]"""
+    return torch.randint(0, 256, (GRANULE,), dtype=torch.uint8, generator=torch.Generator().manual_seed(rank))
+
+
+@pytest.mark.parametrize("call", ["cuMemExportToShareableHandle", "cuMemImportFromShareableHandle"])
+def test_two_hosts_where_one_cannot_export_or_import_fabric_name_that_call(call):
+    """No descriptor is passed between hosts, whatever fails."""
+    text = one_error(choose(2, hosts=["a", "b"], imex=True, per_rank={1: {"fail": {call: NOT_SUPPORTED}}}))
+    assert f"FABRIC: rank 1: {call} failed with CUDA_ERROR_NOT_SUPPORTED (801)" in text
+    assert "descriptors stay on one host" in text and "Ranks on several hosts need FABRIC: " in text
+
+
 def test_containers_of_one_host_with_names_of_their_own_pass_descriptors():
     """Fails when hosts are told by their names, which differ from container to container."""
     assert choose(2, hosts=[("one machine", "container-a"), ("one machine", "container-b")]) == ["posix_fd"] * 2
@@ -136,6 +182,11 @@ def test_a_forced_type_is_the_only_one_tried_and_its_failure_is_an_error():
     assert "imex-channels" in text and "POSIX_FD" not in text
     text = one_error(choose(2, imex=True, hosts=["a", "b"], handle_type="posix_fd"))
     assert "POSIX_FD handles were asked for and do not work" in text and "span host a (rank 0), host b" in text
+    assert "need FABRIC (handle_type: auto or fabric): " in text and "imex-channels" in text
+    text = one_error(choose(2, hosts=["a", "b"], handle_type="fabric", imex=True, per_rank={1: {"imex": False}}))
+    assert "FABRIC: rank 1: cuMemCreate failed with CUDA_ERROR_NOT_PERMITTED (800)" in text
+    assert "POSIX_FD" not in text and "Ranks on several hosts need FABRIC: " in text
+    assert choose(2, hosts=["a", "b"], handle_type="fabric", imex=True) == ["fabric"] * 2
 
 
 def test_ranks_that_were_asked_for_different_types_are_told():
@@ -147,6 +198,21 @@ def test_memory_that_reads_back_wrong_is_never_taken(imex):
     """Every call succeeds and the bytes are lost, as behind a bad IOMMU."""
     text = one_error(choose(2, imex=imex, machine=FakeMachine(drop_writes=True)))
     assert "the memory of rank 0 read back wrong" in text and "IOMMU and PCIe ACS" in text
+
+
+def test_every_type_is_tried_where_all_are_asked_about():
+    """The doctor asks; what is taken afterwards is what a launch takes."""
+
+    def run(group):
+        group.join({})
+        with FakeCudaDomain(group.rank, group.rank, driver=FakeDriver(machine, imex=True)) as domain:
+            tried = try_handle_types(domain, group, every=True)
+            assert domain.handle_type is None
+            return tried, take_handle_type(domain, group, tried)
+
+    machine = FakeMachine()
+    assert run_rank_threads(2, run, timeout=30) == [({"fabric": [], "posix_fd": []}, "fabric")] * 2
+    assert machine.used == 0
 
 
 def test_one_rank_alone_needs_no_peer():

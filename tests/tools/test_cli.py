@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,23 @@ def refused(capsys, arguments: list[str], *words: str) -> None:
     lines = captured.err.splitlines()
     assert len(lines) == 1 and "Traceback" not in lines[0], captured.err
     assert all(word in lines[0] for word in words), lines[0]
+
+
+def test_the_version_is_one_line(capsys):
+    assert run(["--version"]) == 0
+    assert capsys.readouterr().out == f"dwdp {version('dwdp')}\n"
+
+
+@pytest.mark.usefixtures("no_rank_is_started")
+def test_what_a_config_file_says_against_the_command_line_is_refused(tiny, capsys, tmp_path):
+    file = tmp_path / "dwdp.yaml"
+    for text, words in (
+        ("{tp_size: 2, attention_dp: true}", ["tp_size 2", "--ranks"]),
+        ("dwdp: {page_granules: 1000000000000}", ["dwdp.page_granules", "1000000000000"]),
+        ("dwdp: {slots: 3}", ["dwdp.slots", "num_prefetch_slots is one"]),
+    ):
+        file.write_text(text)
+        refused(capsys, command(tiny, "--prompt", "1", "--ranks", "1", "--config", str(file)), *words)
 
 
 def command(model, *more: str) -> list[str]:

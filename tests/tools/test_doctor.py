@@ -1,7 +1,6 @@
 """`dwdp doctor`: real rank processes probe each other's memory; every planted fault is named with its cure.
 
-A fault inside a rank is planted by a probe of the test's own, which hands `doctor_probe.main` a faulty copy or a
-faulty way to take a descriptor. Buffers are small: only the faults are looked at, not the rates.
+Faults inside a rank are planted as doctor_runs.py says. This is host memory; test_doctor_cuda.py has GPUs.
 """
 
 from __future__ import annotations
@@ -16,95 +15,12 @@ import time
 
 import pytest
 
+from dwdp.config.schema import dwdp_section
 from dwdp.env import child_environment
 from dwdp.model.config import ModelConfig
 from dwdp.tools import doctor, doctor_run, plan
 from dwdp.tools.cli import run
-
-SMALL = 256 << 10
-
-FAULTY = """
-import errno, os, signal, sys
-from dwdp.tools import doctor_probe
-from dwdp.weights.copy import copy_slices
-
-rank = int(sys.argv[sys.argv.index("--rank") + 1])
-
-def refused(pid, fd):
-    raise OSError(errno.EPERM, f"pidfd_getfd(pid {pid}, descriptor {fd}): Operation not permitted")
-
-def copy(slices):
-    copy_slices(slices)
-    if rank == 1:
-        fault(slices)
-
-def wrong_byte(slices):
-    import ctypes
-    last = slices[-1].dst + slices[-1].nbytes - 1
-    ctypes.memset(last, ctypes.c_ubyte.from_address(last).value ^ 0xFF, 1)
-
-def killed(slices):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-def stopped(slices):
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-def no_rights():
-    from dwdp.group import descriptors
-    send = descriptors.send_fds
-    def refuse(sock, fds, payload, **flags):
-        if fds:
-            raise OSError(errno.EACCES, "SCM_RIGHTS is not allowed here")
-        send(sock, fds, payload, **flags)
-    descriptors.send_fds = refuse
-    descriptors.take_fd = refused
-
-seams = {}
-PLANT
-os._exit(doctor_probe.main(sys.argv[1:], **seams))
-"""
-
-
-def faulty(plant: str) -> list[str]:
-    return ["-P", "-c", FAULTY.replace("PLANT", plant)]
-
-
-def examine(tmp_path, monkeypatch, ranks: int, **seams) -> dict:
-    """The document of a small run that leaves no process, descriptor and file behind."""
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    before = open_files()
-    document = doctor.examine(ranks, nbytes=SMALL, **seams)
-    assert [name for name in os.listdir(tmp_path) if name.startswith("dwdp-")] == []
-    assert open_files() == before
-    pids = {pid for pair in document["pairs"] for pid in pair["pids"]}
-    assert len(pids) == ranks and not any(map(alive, pids))
-    assert json.loads(json.dumps(document)) == document
-    assert all(problem["what"] and problem["cure"] for problem in document["problems"])
-    assert document["verdict"] == ("problems" if document["problems"] else "ok")
-    return document
-
-
-def open_files() -> int:
-    """Of this process, but for pipes: torch's launcher keeps one for the life of a process."""
-    count = 0
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            count += not os.readlink(f"/proc/self/fd/{name}").startswith("pipe:")
-        except FileNotFoundError:
-            pass  # the one of the listing itself
-    return count
-
-
-def alive(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def whats(document: dict) -> list[str]:
-    return [problem["what"] for problem in document["problems"]]
+from tests.tools.doctor_runs import SMALL, alive, examine, faulty, whats
 
 
 def test_a_healthy_machine_has_every_pair_right_and_no_problem(tmp_path, monkeypatch):
@@ -163,7 +79,7 @@ def test_ranks_with_different_socket_folders_are_named(tmp_path, monkeypatch):
 
 
 def test_a_wrong_byte_is_found_in_its_pair_only_and_a_refused_fallback_is_but_a_note(tmp_path, monkeypatch):
-    plant = "fault = wrong_byte; seams = {'copy': copy, 'take': refused}"
+    plant = "seams = copying_with(wrong_byte, host) | {'take': refused}"
     document = examine(tmp_path, monkeypatch, 2, probe=faulty(plant))
     assert {(pair["source"], pair["target"]): pair["bytes_ok"] for pair in document["pairs"]} == {
         (0, 1): False, (1, 0): True,
@@ -189,7 +105,7 @@ def test_both_ways_to_pass_descriptors_failing_is_named_with_both_causes(tmp_pat
 
 def test_a_rank_that_dies_is_the_one_that_is_named(tmp_path, monkeypatch):
     start = time.monotonic()
-    document = examine(tmp_path, monkeypatch, 2, probe=faulty("fault = killed; seams = {'copy': copy}"))
+    document = examine(tmp_path, monkeypatch, 2, probe=faulty("seams = copying_with(killed, host)"))
     (problem,) = document["problems"]
     pid = next(pair["pids"][0] for pair in document["pairs"] if pair["source"] == 1)
     assert problem["what"].startswith(f"rank 1 (pid {pid}) died (killed by SIGKILL) while mapping and checking")
@@ -199,9 +115,7 @@ def test_a_rank_that_dies_is_the_one_that_is_named(tmp_path, monkeypatch):
 
 def test_a_rank_that_stops_is_named_within_the_bound(tmp_path, monkeypatch):
     """Its peers wait for it, so nothing moves; whoever is behind the others and does not wait holds them up."""
-    document = examine(
-        tmp_path, monkeypatch, 2, probe=faulty("fault = stopped; seams = {'copy': copy}"), step_seconds=3.0
-    )
+    document = examine(tmp_path, monkeypatch, 2, probe=faulty("seams = copying_with(stopped, host)"), step_seconds=3.0)
     (problem,) = document["problems"]
     assert problem["what"].startswith("rank 1 (pid ")
     assert "hangs while mapping and checking its peers' memory" in problem["what"]
@@ -278,7 +192,7 @@ def test_copies_shrink_with_many_ranks_and_little_memory():
 
 def test_the_rank_that_holds_up_the_others_is_found_among_waiting_ones():
     """All wait: the one that is a step behind is the cause, not those that wait for it further on."""
-    probe = doctor_run.ProbeRun(3, SMALL)
+    probe = doctor_run.ProbeRun(3, SMALL, memory="host", config=dwdp_section(None, 3))
     for record, (step, waiting) in zip(probe.records, ((5, True), (4, True), (5, False))):
         record.step, record.waiting, record.pid = step, waiting, os.getpid()
     probe._name_the_hung(probe.records, 8.0)

@@ -380,3 +380,21 @@ def test_the_models_own_config_is_used(capsys, tmp_path):
     assert captured.err == "" and document["moved_bytes"] == document["stored_bytes"] == document["slot_bytes"] == 0
     assert run([*arguments, "--config", str(empty)]) == 0
     assert "Dense DWDP moves nothing" in capsys.readouterr().out
+
+
+def test_dense_dwdp_that_a_launch_would_have_and_a_plan_leaves_out_is_one_note(capsys, monkeypatch, tmp_path):
+    def notes(*more):
+        assert run(["plan", "--model", "nano-k3", "--ranks", "2", *more]) == 0
+        return [line for line in capsys.readouterr().err.splitlines() if "--dense plans it" in line]
+
+    (note,) = notes()  # nano-k3's own file has it on
+    assert "dwdp.yaml (dense_dwdp.enabled) switches dense DWDP on" in note
+    assert notes("--dense") == []
+    file = tmp_path / "plain.yaml"
+    file.write_text("ranks: 2")
+    assert notes("--config", str(file)) == []
+    monkeypatch.setenv("DWDP_DENSE", "yes")
+    (note,) = notes("--config", str(file))
+    assert "DWDP_DENSE=yes switches dense DWDP on" in note
+    monkeypatch.setenv("DWDP_DENSE", "0")
+    assert notes() == []

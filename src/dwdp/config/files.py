@@ -49,15 +49,26 @@ def load_config_file(path: str | Path, overrides: Mapping[str, Any] | None = Non
     data = read_config_file(path)
     data |= {field: value for field, value in (overrides or {}).items() if value is not None}
     section = data.get("dwdp")
-    ranks = asked_ranks(data.get("ranks", 1), data.get("tp_size", 1), data.get("attention_dp", False))
+    ranks = asked_ranks(data.get("ranks"), data.get("tp_size", 1), data.get("attention_dp", False))
     if isinstance(section, dict) and "dwdp_size" not in section:
         data["dwdp"] = section | {"dwdp_size": ranks}
     return validate(ServeConfig, None, what=str(path), as_json=json.dumps(data, allow_nan=False))
 
 
-def asked_ranks(ranks: int, tp_size: int, attention_dp: bool) -> int:
-    """The number of ranks: with attention_dp `tp_size` is another name for it, and either may be left out."""
-    return tp_size if attention_dp and ranks == 1 else ranks
+def asked_ranks(ranks: int | None, tp_size: int, attention_dp: bool) -> int:
+    """The number of ranks: with attention_dp `tp_size` is another name for it, and either may be left out.
+
+    ranks: None where nothing says how many.
+    """
+    if ranks is None:
+        return tp_size if attention_dp else 1
+    return ranks
+
+
+def ranks_of(config: ServeConfig) -> int:
+    """`asked_ranks` of a config, in which a number that nobody gave is the default's."""
+    given = config.ranks if "ranks" in config.model_fields_set else None
+    return asked_ranks(given, config.tp_size, config.attention_dp)
 
 
 def resolve(config: ServeConfig, environ: env.Environ = None) -> tuple[ServeConfig, list[str]]:
@@ -69,13 +80,16 @@ def resolve(config: ServeConfig, environ: env.Environ = None) -> tuple[ServeConf
     DWDP_DENSE_COPY is not laid over: see `requested_dense_copy`. Raises ConfigError.
     """
     env.check_environment(environ)
-    ranks = asked_ranks(config.ranks, config.tp_size, config.attention_dp)
+    ranks = ranks_of(config)
     config = config.model_copy(update={"ranks": ranks})
     dwdp = None if config.dwdp is None else dwdp_section(config.dwdp, ranks)
     if config.tp_size > 1 and not config.attention_dp:
         raise ConfigError(f"tp_size {config.tp_size} needs attention_dp: true")
     if config.tp_size not in (1, ranks):
-        raise ConfigError(f"tp_size {config.tp_size} must be 1 or the number of ranks, {ranks}")
+        raise ConfigError(
+            f"tp_size {config.tp_size} must be 1 or the number of ranks, {ranks} (ranks, --ranks): leave one of them "
+            "out"
+        )
     if dwdp is None and ranks > 1 and config.tp_size == 1:
         dwdp = dwdp_section(None, ranks)
     dense = config.dense_dwdp or DenseConfig()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from dwdp.config.schema import DenseConfig, DwdpConfig, ServeConfig
@@ -32,8 +33,9 @@ class LaunchSettings:
     speculative: whether one is configured. exportable_memory: memory handles can reach the peers.
     dense_copy: the text that asks for a copy mode, unread; None when nothing does. group: how the ranks
     meet, `store` or `mpi`. gather_available, batched_available: the gather kernel, batched copies run here.
-    expert_transfer: how expert copies are to be submitted, None without expert DWDP. gathered_bytes_per_step:
-    what one step of a standalone launch gathers, when it is known.
+    expert_transfer: how expert copies are to be submitted, None without expert DWDP. handle_type: that is asked
+    for. unable: what does not work here -> why, by `gather`, `batched`, `exportable`, `fabric`, `posix_fd`.
+    gathered_bytes_per_step: what one step of a standalone launch gathers, when it is known.
     """
 
     dense: bool = False
@@ -56,6 +58,8 @@ class LaunchSettings:
     gather_available: bool = False
     batched_available: bool = True
     expert_transfer: str | None = None
+    handle_type: str = "auto"
+    unable: Mapping[str, str] = field(default_factory=dict)
     role: str = "context"
     gathered_bytes_per_step: int | None = None
 
@@ -63,9 +67,10 @@ class LaunchSettings:
 def check_launch(settings: LaunchSettings) -> Mode:
     """The mode of dense DWDP for this launch. Raises GateError naming the first requirement it breaks.
 
-    A transfer that is asked for and not available here is refused with and without dense DWDP.
+    Memory, a handle type or a transfer that expert DWDP needs and that is not available here is refused with and
+    without dense DWDP.
     """
-    _check_expert_transfer(settings)
+    _check_experts(settings)
     if not settings.dense:
         return "off"
     _check_both_modes(settings)
@@ -81,19 +86,41 @@ def _require(condition: bool, message: str) -> None:
         raise GateError(message)
 
 
-def _check_expert_transfer(settings: LaunchSettings) -> None:
+def _because(settings: LaunchSettings, what: str) -> str:
+    why = settings.unable.get(what)
+    return f" ({why})" if why else ""
+
+
+def _check_experts(settings: LaunchSettings) -> None:
+    if (settings.dwdp_size or 0) > 1:
+        _check_exportable(settings, "expert DWDP")
+        wanted = settings.handle_type
+        _require(
+            wanted == "auto" or wanted not in settings.unable,
+            f"dwdp.handle_type: {wanted} is not available on this device{_because(settings, wanted)}: "
+            "auto takes what works",
+        )
     for transfer, asked, available, what in (
         ("gather", "dwdp.prefetch_gather (DWDP_PREFETCH_GATHER)", settings.gather_available, "the gather kernel"),
         ("batched", "dwdp.contention_opt", settings.batched_available, "batched copies"),
     ):
         _require(
             settings.expert_transfer != transfer or available,
-            f"{asked} needs {what}, which this device does not have: switch it off, expert DWDP runs without",
+            f"{asked} needs {what}, which this device does not have{_because(settings, transfer)}: switch it off, "
+            "expert DWDP runs without",
         )
 
 
+def _check_exportable(settings: LaunchSettings, who: str) -> None:
+    _require(
+        settings.exportable_memory,
+        f"{who} needs exportable memory: no handle type works here (exportable_memory is False)"
+        f"{_because(settings, 'exportable')}",
+    )
+
+
 def _check_both_modes(settings: LaunchSettings) -> None:
-    for field, words in (
+    for name, words in (
         ("cuda_graphs", "eager execution, without CUDA graphs"),
         ("torch_compile", "eager execution, without torch.compile"),
         ("prefill_graphs", "eager execution, without prefill CUDA graphs"),
@@ -102,14 +129,11 @@ def _check_both_modes(settings: LaunchSettings) -> None:
         ("speculative", "a launch without speculative decoding"),
         ("locality_domains", "locality domains off"),
     ):
-        _require(not getattr(settings, field), f"dense DWDP needs {words}: {field} is set")
-    for field in ("pp_size", "cp_size"):
-        size = getattr(settings, field)
-        _require(size == 1, f"dense DWDP needs {field} 1: {field} is {size}")
-    _require(
-        settings.exportable_memory,
-        "dense DWDP needs exportable memory: no handle type works here (exportable_memory is False)",
-    )
+        _require(not getattr(settings, name), f"dense DWDP needs {words}: {name} is set")
+    for name in ("pp_size", "cp_size"):
+        size = getattr(settings, name)
+        _require(size == 1, f"dense DWDP needs {name} 1: {name} is {size}")
+    _check_exportable(settings, "dense DWDP")
     _require(settings.role in ROLES, f"role {settings.role!r} is not one of {', '.join(ROLES)}")
 
 
@@ -157,12 +181,14 @@ def _check_standalone(settings: LaunchSettings) -> None:
     )
     _require(
         copy != "batched" or settings.batched_available,
-        "DWDP_DENSE_COPY (dense_dwdp.copy) batched needs batched copies, which are not available here: set per_slice",
+        "DWDP_DENSE_COPY (dense_dwdp.copy) batched needs batched copies, which are not available here"
+        f"{_because(settings, 'batched')}: set per_slice",
     )
     if copy == "gather":
         _require(
             settings.gather_available,
-            "DWDP_DENSE_COPY=gather needs the gather kernel, which is not available here",
+            "DWDP_DENSE_COPY=gather needs the gather kernel, which is not available here"
+            f"{_because(settings, 'gather')}: set batched or per_slice",
         )
         logger.warning(
             "standalone dense DWDP with gather: the validated settings are DWDP_DENSE_COPY=gather, "

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     AfterValidator,
@@ -19,6 +19,7 @@ from pydantic import (
     model_validator,
 )
 
+from dwdp.env import nearest
 from dwdp.errors import ConfigError
 
 
@@ -29,6 +30,10 @@ def _integral(value: Any) -> Any:
 
 MAX_INTEGER = 2**53 - 1
 """Largest integer of a config: JSON's largest that every reader takes exactly, and messages can carry it."""
+
+
+MAX_PAGE_GRANULES, MAX_GRANULE_BYTES = 1 << 20, 1 << 30
+"""Larger than any that makes sense, and small enough that no address range is asked for that no kernel gives."""
 
 
 def _whole(low: int, high: int = MAX_INTEGER, **more: Any) -> Any:
@@ -83,10 +88,10 @@ class DwdpConfig(Section):
     host_memory_bytes: Positive | None = Field(
         None, description="Size of a host device in bytes; unset: MemAvailable over the ranks on the host."
     )
-    host_granule_bytes: _whole(1, multiple_of=4096) = Field(
+    host_granule_bytes: _whole(1, MAX_GRANULE_BYTES, multiple_of=4096) = Field(
         65536, description="Granularity of the host domain in bytes, a multiple of 4096."
     )
-    page_granules: Positive = Field(8, description="Granules in a ring page.")
+    page_granules: _whole(1, MAX_PAGE_GRANULES) = Field(8, description="Granules in a ring page.")
     mapping_budget: Positive | None = Field(None, description="Most mappings a rank may hold.")
     allow_shared_device: bool = Field(False, description="For tests: several ranks on one GPU.")
     verify: Literal["full", "sample", "off"] = Field("full", description="Check of expert rows in setup.")
@@ -227,17 +232,21 @@ def validate(model: type[BaseModel], data: Any, *, what: str, as_json: str | Non
     try:
         return model.model_validate(data) if as_json is None else model.model_validate_json(as_json)
     except ValidationError as error:
-        raise ConfigError(f"{what}: {one_line(error)}") from None
+        raise ConfigError(f"{what}: {one_line(error, model)}") from None
 
 
-def one_line(error: ValidationError) -> str:
-    """All problems of a pydantic error on one line, each with the path of its field and the value given."""
+def one_line(error: ValidationError, model: type[BaseModel] | None = None) -> str:
+    """All problems of a pydantic error on one line, each with the path of its field and the value given.
+
+    model: that was validated, to name the key that an unknown one may have meant.
+    """
     problems = []
     for one in error.errors(include_url=False):
         path = ".".join(map(str, one["loc"]))
         text = one["msg"].removeprefix("Value error, ")
         if one["type"] == "extra_forbidden":
-            text = "unknown key"
+            near = nearest(str(one["loc"][-1]), _keys_beside(model, one["loc"]))
+            text = f"unknown key, {near} is one" if near else "unknown key"
         if one["type"] == "missing":
             text = "is missing"
         elif path:
@@ -245,6 +254,15 @@ def one_line(error: ValidationError) -> str:
             text = f"{text} (given {shown if len(shown) <= 80 else shown[:77] + '...'})"
         problems.append(f"{path}: {text}" if path else text)
     return "; ".join(line.strip() for line in "; ".join(problems).splitlines())
+
+
+def _keys_beside(model: type[BaseModel] | None, path: tuple[str | int, ...]) -> list[str]:
+    """The keys of the section that `path` lies in."""
+    for part in path[:-1]:
+        field = None if model is None else model.model_fields.get(str(part))
+        kinds = () if field is None else (field.annotation, *get_args(field.annotation))
+        model = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+    return [] if model is None else list(model.model_fields)
 
 
 def dwdp_section(section: Any, ranks: int, *, what: str = "dwdp") -> DwdpConfig:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 from collections.abc import Sequence
+from typing import Any
 
 from dwdp.errors import ConfigError
 
@@ -29,16 +30,22 @@ def choose_device(device: str, *, nvidia_paths: Sequence[str] = NVIDIA_PATHS) ->
     if device == "auto" and found is None:
         return "cpu", "this machine has no NVIDIA device"
     why = f"device {device}: " + (f"this machine has an NVIDIA device ({found})" if found else "a GPU was asked for")
-    lacking = _lacking_for_cuda()
+    lacking = lacking_for_cuda(nvidia_paths)
     if lacking:
         raise ConfigError(
-            f"{why} but {' and '.join(lacking)}; install with: pip install 'dwdp[gpu]' and a CUDA build of "
+            f"{why} but {join_clauses(lacking)}; install with: pip install 'dwdp[gpu]' and a CUDA build of "
             "torch, or run on the CPU with --device cpu"
         )
     return "cuda", "asked for" if device == "cuda" else "this machine has an NVIDIA device"
 
 
-def _lacking_for_cuda() -> list[str]:
+def join_clauses(clauses: Sequence[str]) -> str:
+    """`a, b and c`."""
+    return " and ".join([", ".join(clauses[:-1]), clauses[-1]] if len(clauses) > 1 else clauses)
+
+
+def lacking_for_cuda(nvidia_paths: Sequence[str] = NVIDIA_PATHS) -> list[str]:
+    """What keeps this process from using a GPU, each as a clause; empty where nothing does."""
     import importlib.util
 
     import torch
@@ -54,6 +61,8 @@ def _lacking_for_cuda() -> list[str]:
         lacking.append("cuda-bindings is not installed")
     if not lacking and not torch.cuda.is_available():
         lacking.append("torch sees no GPU (see nvidia-smi and CUDA_VISIBLE_DEVICES)")
+    if lacking and nvidia_path(nvidia_paths) is None:
+        lacking.insert(0, "this machine has no NVIDIA device")
     return lacking
 
 
@@ -69,20 +78,46 @@ def compute_dtype(dtype: str, device: str = "cpu"):
     return getattr(torch, DTYPES[dtype])
 
 
-def capabilities(device: str, *, gather_kernel: str | None) -> dict[str, str | None]:
-    """What of a launch's demands a device cannot do, and why: gather, batched, exportable; None where it can.
+def capabilities(
+    device: str, *, gather_kernel: str | None, driver: Any = None, compiler: Any = None
+) -> dict[str, str | None]:
+    """What of a launch's demands a device cannot do, and why; None where it can, as the host's domain can everything.
 
+    gather, batched: transfers. exportable: memory that peers can map. fabric, posix_fd: handle types, by what the
+    device's attributes say: one that they promise may still be refused, which set-up finds out by trying.
     gather_kernel: that is asked for, None without the gather, which is then not looked at: it takes a compilation.
-    Makes no context on the GPU. The host's domain has a twin of everything.
+    Makes no context on the GPU. driver, compiler: as of `Driver` and `available_transfers`, for tests.
     """
-    able = {"gather": None, "batched": None, "exportable": None}
     if device != "cuda":
-        return able
+        return dict.fromkeys(("gather", "batched", "exportable", "fabric", "posix_fd"))
+    from dwdp.device.nvrtc import compile_cubin
     from dwdp.memory.driver import Driver
     from dwdp.weights.cuda_copy import available_transfers
 
-    driver = Driver()
-    found = available_transfers(driver, 0, gather_kernel=gather_kernel)
-    shares = driver.attribute("VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED", 0)
-    exportable = None if shares else "the device has no virtual memory management"
-    return able | {"gather": found["gather"], "batched": found["batched"], "exportable": exportable}
+    driver = Driver(driver)
+    found = available_transfers(driver, 0, gather_kernel=gather_kernel, compiler=compiler or compile_cubin)
+    able = {"gather": found["gather"], "batched": found["batched"], "exportable": None}
+    for name, attribute in HANDLE_ATTRIBUTES.items():
+        supported = _attribute(driver, attribute)
+        able[name] = None if supported else f"the device's attribute {attribute} is {supported}"
+    if not _attribute(driver, "VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED"):
+        able["exportable"] = "the device has no virtual memory management"
+    elif able["fabric"] and able["posix_fd"]:
+        able["exportable"] = f"{able['fabric']}, and {able['posix_fd']}"
+    return able
+
+
+HANDLE_ATTRIBUTES = {
+    "fabric": "HANDLE_TYPE_FABRIC_SUPPORTED",
+    "posix_fd": "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED",
+}
+
+
+def _attribute(driver: Any, name: str) -> int:
+    """0 also where the driver or the bindings are older than the attribute."""
+    from dwdp.memory.driver import DriverError
+
+    try:
+        return driver.attribute(name, 0)
+    except (DriverError, AttributeError):
+        return 0

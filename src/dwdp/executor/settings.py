@@ -47,16 +47,20 @@ class Launch:
         return self.settings.ranks
 
 
-def model_folder(model: str | os.PathLike) -> Path:
-    """The folder of a checkpoint; `nano-k3` is the one that is shipped. Raises CheckpointError for no
-    folder."""
+def model_folder(model: str | os.PathLike, *, asked_by: str = "--model") -> Path:
+    """The folder of a checkpoint; `nano-k3` is the one that is shipped. Raises CheckpointError for no folder.
+
+    asked_by: what the caller gave it to, for the message.
+    """
     if model == NANO_MODEL:
         return Path(__file__).resolve().parent.parent / "models" / NANO_MODEL
     if not isinstance(model, (str, os.PathLike)):
-        raise CheckpointError(f"model must be a path or {NANO_MODEL}, got {model!r}")
+        raise CheckpointError(f"{asked_by} takes a path or {NANO_MODEL}, got {model!r}")
     problem = _folder_problem(os.fspath(model))
     if problem:
-        raise CheckpointError(f"no such model: --model {model} {problem} (it is a checkpoint's folder or {NANO_MODEL})")
+        raise CheckpointError(
+            f"no such model: {model} {problem} ({asked_by} takes a checkpoint's folder or {NANO_MODEL})"
+        )
     return Path(model)
 
 
@@ -104,7 +108,7 @@ def launch_fields(model: str, config_file: str | os.PathLike | None, given: Mapp
 def resolve(
     model: str | os.PathLike,
     *,
-    ranks: int = 1,
+    ranks: int | None = None,
     dwdp: Mapping[str, Any] | DwdpConfig | None = None,
     dense_dwdp: Mapping[str, Any] | DenseConfig | None = None,
     environ: Mapping[str, str] | None = None,
@@ -113,17 +117,16 @@ def resolve(
 ) -> Launch:
     """Checks a launch against config, environment, machine and checkpoint headers.
 
-    notes: lines for the log, once the launch is accepted. server_fields: the other fields of `ServeConfig`.
-    Raises ValueError (ConfigError, GateError, CheckpointError), one line, for everything that can be known before
-    a rank is built.
+    ranks: None where nobody gave a number: 1, or tp_size with attention_dp. notes: lines for the log, once the launch
+    is accepted. server_fields: the other fields of `ServeConfig`. Raises ValueError (ConfigError, GateError,
+    CheckpointError), one line, for everything that can be known before a rank is built.
     """
-    asked = {"ranks": ranks, **server_fields}
+    asked = dict(server_fields) if ranks is None else {"ranks": ranks, **server_fields}
     if dense_dwdp is not None:
         asked["dense_dwdp"] = _plain(dense_dwdp)
     plain = validate(ServeConfig, asked, what="LLM")
     if dwdp is not None:
-        ranks = files.asked_ranks(plain.ranks, plain.tp_size, plain.attention_dp)
-        asked["dwdp"] = dwdp_section(_plain(dwdp), ranks)
+        asked["dwdp"] = dwdp_section(_plain(dwdp), files.ranks_of(plain))
     config, lines = files.resolve(validate(ServeConfig, asked, what="LLM"), environ)
 
     from dwdp.executor.devices import choose_device
@@ -204,12 +207,12 @@ def _check_gate(config: ServeConfig, model: str | os.PathLike, environ: Mapping[
     kernel = None
     if config.dwdp is not None and config.dwdp.prefetch_gather:
         kernel = config.dwdp.gather_kernel
-    elif config.dwdp is None and config.dense_dwdp.enabled and dense_copy == "gather":
+    elif config.dwdp is None and config.dense_dwdp.enabled and (dense_copy or "").strip().lower() == "gather":
         kernel = env.value("DWDP_GATHER_KERNEL", environ) or "auto"
-    unable = capabilities(device, gather_kernel=kernel)
-    for what, reason in unable.items():
-        if reason is not None:
-            logger.info("this device has no %s: %s", what, reason)
+    found = capabilities(device, gather_kernel=kernel)
+    unable = {what: why for what, why in found.items() if why is not None}
+    for what, why in unable.items():
+        logger.info("this device has no %s: %s", what, why)
     mode = check_launch(
         LaunchSettings(
             dense=config.dense_dwdp.enabled,
@@ -217,12 +220,14 @@ def _check_gate(config: ServeConfig, model: str | os.PathLike, environ: Mapping[
             tp_size=config.tp_size,
             attention_dp=config.attention_dp,
             overlap_scheduler=config.overlap_scheduler,
-            exportable_memory=unable["exportable"] is None,
+            exportable_memory="exportable" not in unable,
             dense_copy=dense_copy,
             group="store",
-            gather_available=unable["gather"] is None,
-            batched_available=unable["batched"] is None,
+            gather_available="gather" not in unable,
+            batched_available="batched" not in unable,
             expert_transfer=None if config.dwdp is None else config.dwdp.transfer,
+            handle_type="auto" if config.dwdp is None else config.dwdp.handle_type,
+            unable=unable,
             role=config.role,
             gathered_bytes_per_step=_gathered_bytes(config, model, device),
         )

@@ -52,13 +52,35 @@ def choose_handle_type(domain: CudaDomain, group) -> str:
     forced only that type is tried. Raises the same MemoryDomainError on every rank when none works: it names ranks,
     failing calls, their results and what to do.
     """
+    return take_handle_type(domain, group, try_handle_types(domain, group))
+
+
+def try_handle_types(domain: CudaDomain, group, *, every: bool = False) -> dict[str, list[str]]:
+    """Type -> which ranks could not share memory by it and why, empty where all could; the best type first.
+
+    Stops at the first that works unless `every`. Collective and the same on every rank, as is what it raises:
+    MemoryDomainError for ranks that were asked for different types and for a shortage of memory.
+    """
     names = (domain.forced_handle_type,) if domain.forced_handle_type else (FABRIC, POSIX_FD)
     trials = {name: _Trial(domain, name) for name in names}
     try:
-        return _choose(domain, group, trials)
+        return _try(group, trials, domain.forced_handle_type, every)
     finally:
         for trial in trials.values():
             trial.close()
+
+
+def take_handle_type(domain: CudaDomain, group, tried: dict[str, list[str]]) -> str:
+    """What `choose_handle_type` does with the outcome of `try_handle_types`; no collective."""
+    forced = domain.forced_handle_type
+    name = next((name for name, failed in tried.items() if not failed), None)
+    if name is None:
+        raise MemoryDomainError(_no_type(tried, group.several_hosts, forced))
+    domain.handle_type = name
+    how = "asked for" if forced else "the first that works between all ranks"
+    passed = "".join(f"; {other.upper()} does not: {why[0]}" for other, why in tried.items() if why)
+    logger.info("rank %d shares GPU memory by %s handles (%s)%s", group.rank, name.upper(), how, passed)
+    return name
 
 
 def probe_handle_types(domain: CudaDomain) -> dict[str, str | None]:
@@ -74,20 +96,19 @@ def probe_handle_types(domain: CudaDomain) -> dict[str, str | None]:
     return found
 
 
-def _choose(domain: CudaDomain, group, trials: dict[str, _Trial]) -> str:
+def _try(group, trials: dict[str, _Trial], forced: str | None, every: bool) -> dict[str, list[str]]:
     pattern = os.urandom(PATTERN_BYTES)
     for trial in trials.values():
         trial.offer(pattern)
     handle = trials[FABRIC].exported if FABRIC in trials else None
     outcomes = {name: trial.outcome for name, trial in trials.items()}
-    mine = Offer(domain.forced_handle_type, pattern, outcomes, handle or b"")
-    offers = _gather(group, "handle types", mine, Offer)
-    forced = sorted({str(offer.forced or "auto") for offer in offers})
-    if len(forced) > 1:
-        raise MemoryDomainError(f"the ranks were asked for different handle types: {', '.join(forced)}")
+    offers = _gather(group, "handle types", Offer(forced, pattern, outcomes, handle or b""), Offer)
+    asked = sorted({str(offer.forced or "auto") for offer in offers})
+    if len(asked) > 1:
+        raise MemoryDomainError(f"the ranks were asked for different handle types: {', '.join(asked)}")
     _refuse_shortage([offer.outcomes for offer in offers])
     neighbour = (group.rank - 1) % group.size
-    reasons: dict[str, list[str]] = {}
+    found: dict[str, list[str]] = {}
     for name, trial in trials.items():
         failed = _failures(offer.outcomes[name] for offer in offers)
         if name == POSIX_FD and group.several_hosts:
@@ -102,14 +123,10 @@ def _choose(domain: CudaDomain, group, trials: dict[str, _Trial]) -> str:
             results = _gather(group, f"handle type {name}", outcome, Outcome)
             _refuse_shortage([{name: result} for result in results])
             failed = _failures(results)
-        if not failed:
-            domain.handle_type = name
-            how = "asked for" if domain.forced_handle_type else "the first that works between all ranks"
-            passed = "".join(f"; {other.upper()} does not: {why[0]}" for other, why in reasons.items())
-            logger.info("rank %d shares GPU memory by %s handles (%s)%s", group.rank, name.upper(), how, passed)
-            return name
-        reasons[name] = failed
-    raise MemoryDomainError(_no_type(reasons, group.several_hosts, domain.forced_handle_type))
+        found[name] = failed
+        if not failed and not every:
+            break
+    return found
 
 
 class _Trial:
@@ -227,6 +244,7 @@ def _no_type(reasons: dict[str, list[str]], several_hosts: str, forced: str | No
     text = f"{head} between the ranks of this group; " + "; ".join(
         f"{name.upper()}: {join_problems(failed)}" for name, failed in reasons.items()
     )
-    if several_hosts and FABRIC in reasons:
-        text += f". Ranks on several hosts need FABRIC: {IMEX_CURE}"
+    if several_hosts:
+        only = "" if FABRIC in reasons else " (handle_type: auto or fabric)"
+        text += f". Ranks on several hosts need FABRIC{only}: {IMEX_CURE}"
     return text

@@ -30,6 +30,23 @@ app = typer.Typer(
 )
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        print(f"dwdp {version('dwdp')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="The version, and nothing else.")
+    ] = False,
+) -> None:
+    pass
+
+
 @app.command()
 def generate(
     model: Annotated[str, typer.Option(help="Folder of a checkpoint, or nano-k3, the model that is shipped.")],
@@ -93,7 +110,7 @@ def _run(fields: dict, prompts: list[str], params, *, hashed: bool, quiet: bool)
     from dwdp.executor.settings import resolve
 
     _keep_torch_off_stderr()
-    ranks = asked_ranks(fields.get("ranks", 1), fields.get("tp_size", 1), fields.get("attention_dp", False))
+    ranks = asked_ranks(fields.get("ranks"), fields.get("tp_size", 1), fields.get("attention_dp", False))
     place = env.discover_rank(ranks)
     try:
         launch = resolve(**fields)
@@ -232,6 +249,12 @@ def simulate(
 @app.command()
 def doctor(
     ranks: Annotated[int, typer.Option(min=1, max=64, help="Rank processes to probe on this host.")],
+    memory: Annotated[str | None, typer.Option(help="auto (default: GPUs where there are some), cuda or host.")] = None,
+    handle_type: Annotated[str | None, typer.Option(help="Of GPU memory: auto (default), fabric or posix_fd.")] = None,
+    allow_shared_device: Annotated[
+        bool, typer.Option("--allow-shared-device", help="Several ranks may be on one GPU.")
+    ] = False,
+    config: Annotated[Path | None, typer.Option(help="YAML or JSON file whose dwdp section is probed.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
 ) -> None:
     """Probe whether N ranks of this machine can share memory, and how fast; names what is wrong and its cure."""
@@ -239,7 +262,10 @@ def doctor(
     _keep_torch_off_stderr()
     from dwdp.tools.doctor import run_doctor
 
-    if not run_doctor(ranks, as_json=as_json):
+    if not run_doctor(
+        ranks, as_json=as_json, config_file=config, memory=memory, handle_type=handle_type,
+        allow_shared_device=allow_shared_device,
+    ):  # fmt: skip
         raise typer.Exit(EXIT_FAILED)
 
 

@@ -1,49 +1,41 @@
 """The process of one rank of `dwdp doctor`: it maps its peers' memory as serving does, checks and times copies.
 
-[Note: events] What it finds it appends to a file in the doctor's private folder, one JSON object a line. So
-nothing is lost when it dies, and the file needs none of the facilities that are probed. The steps have the same
-numbers on every rank, which tells who holds up the others: whoever is at the lowest step and does not wait.
+What it finds it writes down as it goes, see [Note: events] in doctor_events.py.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import statistics
 import sys
-import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from dwdp.group.fds import close_fds, take_fd
+from dwdp.errors import DwdpError
+from dwdp.group.fds import take_fd
+from dwdp.tools.doctor_events import Events
 
 if TYPE_CHECKING:
     import numpy
 
+    from dwdp.config.schema import DwdpConfig
+    from dwdp.tools.doctor_memory import CudaMemory, HostMemory
+    from dwdp.weights.plan import CopySlice
+
 GROUP = "doctor"
 REPEATS = 5
+LOOK_BYTES = 64
 MEMORY_STEP = 2
 """The step in which memory is made; the one before is meeting the peers."""
 LONGEST_WAIT_SECONDS = 600.0
 """Of a collective. The doctor notices much earlier that nothing moves, and ends every rank."""
 
 
-class Events:
-    """The file of one rank, see [Note: events]."""
-
-    def __init__(self, path: str) -> None:
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-
-    def __call__(self, **event: object) -> None:
-        os.write(self._fd, json.dumps(event).encode() + b"\n")
-
-
 class Probe:
-    """One rank's part. nbytes: of its memory and of each copy, a multiple of the host domain's granule.
+    """One rank's part. nbytes: of its memory and of each copy at most, a multiple of the domain's granularity.
 
-    copy, take: how bytes are copied and how a descriptor is taken from another process.
+    memory: (rank, config) -> its memory, see doctor_memory.py; take: how a descriptor is taken from another process.
     """
 
     def __init__(
@@ -55,46 +47,66 @@ class Probe:
         port: int,
         socket_dir: str,
         nbytes: int,
-        copy: Callable[[Iterable], None] | None = None,
+        config: DwdpConfig,
+        memory: Callable[[int, DwdpConfig], HostMemory | CudaMemory],
         take: Callable[[int, int], int] = take_fd,
     ) -> None:
-        from dwdp.weights.copy import copy_slices
-
-        self.rank, self.size, self.nbytes = rank, size, nbytes
+        self.rank, self.size, self.nbytes, self.config = rank, size, nbytes, config
         self.peers = [peer for peer in range(size) if peer != rank]
         self._say, self._port, self._socket_dir = say, port, socket_dir
-        self._copy_slices, self._take = copy or copy_slices, take
+        self._open_memory, self._take = memory, take
         self._step_number = 0
 
     def run(self) -> None:
         """Takes part until the end. Raises whatever failed; peers then raise too."""
         from dwdp.group.backends import StoreGroup, connect_store
-        from dwdp.memory.host import HostDomain
 
-        self._step("meeting its peers")
-        store = connect_store(self._port, timeout_seconds=LONGEST_WAIT_SECONDS)
-        group = StoreGroup(
-            store, self.rank, self.size,
-            name=GROUP, timeout_seconds=LONGEST_WAIT_SECONDS, socket_dir=self._socket_dir,
-        )  # fmt: skip
-        with group, HostDomain(self.rank) as domain:
-            self._wait()
-            group.join({"nbytes": self.nbytes})
-            self._step("writing its pattern")
-            self.domain, self.into = domain, domain.reserve(self.nbytes)
-            domain.map(self.into, 0, domain.create(self.nbytes, "doctor-copy"), writable=True)
-            handle = self._own_memory()
-            self._pass_descriptors(group, handle)
-            areas = self._map_peers(group, handle)
-            for turn in range(self.size):
-                self._step(f"timing copies into rank {turn}")
-                if turn == self.rank:
-                    self._measure(areas)
+        self._say(step=0, waiting=False, doing="opening its memory")
+        with self._open_memory(self.rank, self.config) as memory:
+            self.memory, self.domain = memory, memory.domain
+            self._say(device=memory.device())
+            self._step("meeting its peers")
+            store = connect_store(self._port, timeout_seconds=LONGEST_WAIT_SECONDS)
+            group = StoreGroup(
+                store, self.rank, self.size,
+                name=GROUP, timeout_seconds=LONGEST_WAIT_SECONDS, socket_dir=self._socket_dir,
+            )  # fmt: skip
+            with group:
                 self._wait()
-                group.barrier(f"turn of rank {turn}")
-            errors = domain.close()
-            if errors:
-                raise errors[0]
+                reports = group.join(
+                    {
+                        "nbytes": self.nbytes,
+                        "memory": memory.name,
+                        "device_uuid": getattr(self.domain, "uuid", None),
+                        "allow_shared_device": self.config.allow_shared_device,
+                    }
+                )
+                self._say(reaches={peer: memory.peer_access(reports[peer]["device_uuid"]) for peer in self.peers})
+                self._probe(group)
+
+    def _probe(self, group) -> None:
+        self._step("making handles of each type")
+        tried = self.memory.try_handles(group)
+        self._say(handle_types=tried)
+        self._say(handle_type=self.memory.take_handles(group, tried))
+        self._step("writing its pattern")
+        self.nbytes = self.memory.fit(group, self.nbytes)
+        self._say(nbytes=self.nbytes)
+        self.into = self.domain.reserve(self.nbytes)
+        self.domain.map(self.into, 0, self.domain.create(self.nbytes, "doctor-copy"), writable=True)
+        handle = self._own_memory()
+        self._pass_descriptors(group, handle)
+        areas = self._map_peers(group, handle)
+        self._step("looking at its transfers")
+        self._say(transfers=self.memory.transfers())
+        self._wait()
+        group.barrier("transfers")
+        for turn in range(self.size):
+            self._step(f"timing copies into rank {turn}")
+            if turn == self.rank:
+                self._measure(areas)
+            self._wait()
+            group.barrier(f"turn of rank {turn}")
 
     def _step(self, doing: str) -> None:
         self._step_number += 1
@@ -107,14 +119,9 @@ class Probe:
         area = self.domain.reserve(self.nbytes)
         handle = self.domain.create(self.nbytes, "doctor")
         self.domain.map(area, 0, handle, writable=True)
-        self._bytes(area)[:] = pattern(self.rank, self.nbytes)
+        self.memory.write(area, pattern(self.rank, self.nbytes))
         self.domain.seal(handle)
         return handle
-
-    def _bytes(self, area) -> numpy.ndarray:
-        import torch
-
-        return self.domain.tensor(area, 0, (self.nbytes,), torch.uint8).numpy()
 
     # descriptors
 
@@ -122,26 +129,39 @@ class Probe:
         """Tries `pidfd_getfd` with every peer; the group itself would use it only where SCM_RIGHTS fails."""
         self._step("asking for descriptors with pidfd_getfd")
         self._wait()
-        status = os.fstat(handle.fd)
-        told = group.allgather_object("descriptors", [os.getpid(), handle.fd, status.st_dev, status.st_ino])
+        if not self.domain.exports_descriptors:
+            return
+        told = group.allgather_object("descriptors", [os.getpid(), self.domain.export(handle)])
         for source in self.peers:
-            pid, fd, *file = told[source]
             error = None
             try:
-                taken = self._take(pid, fd)
-                status = os.fstat(taken)
-                close_fds([taken])
-                if [status.st_dev, status.st_ino] != file:
-                    error = f"pidfd_getfd(pid {pid}, descriptor {fd}) gave another file"
+                self._look_through(source, *told[source])
             except OSError as failure:
                 error = failure.strerror or str(failure)
+            except DwdpError as failure:
+                error = str(failure)
             self._say(pidfd=source, error=error)
+
+    def _look_through(self, source: int, pid: int, fd: int) -> None:
+        """Raises unless the descriptor that the kernel gives is one of that rank's memory."""
+        imported = self.domain.import_handle(self._take(pid, fd), self.nbytes)
+        area = self.domain.reserve(self.nbytes)
+        try:
+            self.domain.map(area, 0, imported, writable=False)
+            found = bytes(self.memory.read(area, LOOK_BYTES))
+            if found != bytes(pattern(source, self.nbytes)[:LOOK_BYTES]):
+                raise DwdpError(f"pidfd_getfd(pid {pid}, descriptor {fd}) gave other memory than rank {source}'s")
+        finally:
+            self.domain.free(area)
+            self.domain.release(imported)
 
     def _map_peers(self, group, handle) -> dict[int, object]:
         """-> source -> the range in which its memory is mapped read-only, each checked byte by byte."""
+        from dwdp.memory.exchange import exchange_handles
+
         self._step("passing descriptors")
         self._wait()
-        passed = group.exchange_fds("memory", [handle.fd], b"")
+        passed = exchange_handles(group, self.domain, "memory", [self.domain.export(handle)], b"")
         self._say(passed=True)
         self._step("mapping and checking its peers' memory")
         areas, failures = {}, {}
@@ -156,19 +176,23 @@ class Probe:
         for source in self.peers:
             wrong = None if source in failures else self._find_wrong_byte(source, areas[source])
             right = source in areas and wrong is None
-            self._say(source=source, bytes_ok=right, wrong=wrong, error=failures.get(source))
+            read_only = self.memory.read_only(areas[source]) if source in areas else None
+            self._say(
+                source=source, bytes_ok=right, wrong=wrong, error=failures.get(source), read_only=read_only
+            )  # fmt: skip
         self._wait()
         group.barrier("checked")
         return areas
 
     def _find_wrong_byte(self, source: int, area) -> str | None:
-        expected, copied, mapped = pattern(source, self.nbytes), self._bytes(self.into), self._bytes(area)
-        copied[:] = 0
-        self._copy(source, area, 0, self.nbytes)
+        expected = pattern(source, self.nbytes)
+        self.memory.write(self.into, expected ^ 0xFF)  # not a byte of it is right before the copy
+        self._copy(source, area)
+        copied = self.memory.read(self.into, self.nbytes)
         at = first_difference(copied, expected)
         if at is None:
             return None
-        in_mapping = first_difference(mapped, expected)
+        in_mapping = first_difference(self.memory.read(area, self.nbytes), expected)
         where = "the mapping reads right" if in_mapping is None else f"so does the mapping, from {in_mapping:,} on"
         return (
             f"differs from byte {at:,} of {self.nbytes:,} on (0x{copied[at]:02x}, the owner wrote "
@@ -177,32 +201,29 @@ class Probe:
 
     # rates
 
-    def _copy(self, source: int, area, start: int, end: int) -> None:
+    def _slice(self, source: int, area, start: int, end: int) -> CopySlice:
         from dwdp.weights.plan import CopySlice
 
-        self._copy_slices([CopySlice(self.into.address + start, area.address + start, end - start, source)])
+        return CopySlice(self.into.address + start, area.address + start, end - start, source)
+
+    def _copy(self, source: int, area) -> None:
+        self.memory.copy([self._slice(source, area, 0, self.nbytes)])
 
     def _measure(self, areas: dict[int, object]) -> None:
         for source, area in areas.items():
-            rate = self._rate(lambda source=source, area=area: self._copy(source, area, 0, self.nbytes))
-            self._say(source=source, gb_per_s=rate)
+            self._say(source=source, gb_per_s=self._rate([[self._slice(source, area, 0, self.nbytes)]]))
         if not areas:
             return
         # From all peers at once an equal part each, so that the bytes are as many as from one.
         bounds = [self.nbytes * part // len(areas) for part in range(len(areas) + 1)]
-        parts = [(source, area, start, end) for (source, area), start, end in zip(areas.items(), bounds, bounds[1:])]
-        with ThreadPoolExecutor(len(parts)) as pool:
-            rate = self._rate(lambda: list(pool.map(lambda part: self._copy(*part), parts)))
-        self._say(many_to_one=rate, sources=sorted(areas))
+        parts = zip(areas.items(), bounds, bounds[1:])
+        lanes = [[self._slice(source, area, start, end)] for (source, area), start, end in parts]
+        self._say(many_to_one=self._rate(lanes), sources=sorted(areas))
 
-    def _rate(self, copy: Callable[[], object]) -> float:
+    def _rate(self, lanes: list[list[CopySlice]]) -> float:
         """1e9 bytes a second: the median of a few copies after one that is not counted."""
-        seconds = []
-        for _ in range(REPEATS + 1):
-            start = time.perf_counter()
-            copy()
-            seconds.append(time.perf_counter() - start)
-        return self.nbytes / statistics.median(seconds[1:]) / 1e9
+        seconds = [self.memory.seconds(lanes) for _ in range(REPEATS + 1)]
+        return self.nbytes * self.memory.rounds / statistics.median(seconds[1:]) / 1e9
 
 
 def pattern(source: int, nbytes: int) -> numpy.ndarray:
@@ -232,7 +253,7 @@ class _TellWarnings(logging.Handler):
 
 
 def main(arguments: list[str], **seams: object) -> int:
-    """Runs one rank's part; -> the exit code. seams: `Probe`'s copy and take."""
+    """Runs one rank's part; -> the exit code. seams: `Probe`'s memory and take."""
     import argparse
 
     parser = argparse.ArgumentParser(prog="python -m dwdp.tools.doctor_probe")
@@ -240,6 +261,8 @@ def main(arguments: list[str], **seams: object) -> int:
     parser.add_argument("--size", type=int, required=True)
     parser.add_argument("--port", type=int, required=True, help="of the group's store")
     parser.add_argument("--nbytes", type=int, required=True)
+    parser.add_argument("--memory", required=True, help="host or cuda")
+    parser.add_argument("--config", required=True, help="a DwdpConfig as JSON")
     parser.add_argument("--folder", required=True, help="the doctor's private folder")
     parser.add_argument("--socket-dir", required=True, help="for sockets, where DWDP_SOCKET_DIR names none")
     parser.add_argument("--parent-socket", required=True, help="the socket whose end-of-file ends this process")
@@ -253,7 +276,9 @@ def main(arguments: list[str], **seams: object) -> int:
 
     watch_parent(options.parent_socket, leave)
     from dwdp import env
+    from dwdp.config.schema import DwdpConfig, validate
     from dwdp.executor.messages import one_line
+    from dwdp.tools.doctor_memory import MEMORIES
 
     say = Events(os.path.join(options.folder, f"events-{options.rank}"))
     say(pid=os.getpid(), step=0, waiting=False, doing="starting")
@@ -263,9 +288,11 @@ def main(arguments: list[str], **seams: object) -> int:
     try:
         socket_dir = env.socket_dir() or options.socket_dir
         say(socket_dir=socket_dir)
+        config = validate(DwdpConfig, None, what="dwdp", as_json=options.config)
         probe = Probe(
             options.rank, options.size, say,
-            port=options.port, socket_dir=socket_dir, nbytes=options.nbytes, **seams,
+            port=options.port, socket_dir=socket_dir, nbytes=options.nbytes, config=config,
+            **{"memory": MEMORIES[options.memory], **seams},
         )  # fmt: skip
         probe.run()
     except BaseException as error:

@@ -16,27 +16,61 @@ def print_document(document: dict[str, Any]) -> None:
     # Without markup: paths and errors may hold brackets.
     console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
     ranks, pairs = document["ranks"], document["pairs"]
-    console.print(f"{_count(ranks, 'rank')} of this host, in processes of their own; memory domain: host.")
+    domain = document["memory"]
+    console.print(
+        f"{_count(ranks, 'rank')} of this host, in processes of their own; memory domain: {domain['used']} "
+        f"({domain['why']})."
+    )
+    for device in document["devices"]:
+        console.print(_device(device))
     checked = sum(pair["bytes_ok"] is not None for pair in pairs)
     if pairs:
         right = sum(pair["bytes_ok"] is True for pair in pairs)
         console.print(
             f"{_count(len(pairs), 'ordered pair')}, {checked:,} checked byte by byte, {right:,} right; "
-            f"copies of {_size(document['copy_bytes'])}."
+            f"copies of {_size(document['copy_bytes'])}. {_rights(pairs)}"
         )
     if checked:
         console.print(_rates(document))
     console.print(_handles(document["handle_types"]))
+    console.print(_transfers(document["transfers"]))
     used = document["transfer"]
     console.print(f"Transfer: {used['used'] or 'none'}; {used['why']}.")
     console.print(_passing(document["descriptor_passing"]))
-    console.print(_limits(document["limits"]))
+    console.print(_limits(document["limits"], domain["used"]))
     for note in document["notes"]:
         console.print(f"Note: {note}.")
     for problem in document["problems"]:
         console.print(f"Problem: {problem['what'].rstrip('.')}. Cure: {problem['cure']}.")
     found = len(document["problems"])
     console.print(f"Verdict: {_count(found, 'problem')}." if found else "Verdict: all is well.")
+
+
+def _device(one: dict[str, Any]) -> str:
+    sizes = (
+        f"granularity {_size(one['granularity'])}, pages of {_size(one['page_bytes'])}, {_size(one['free_bytes'])} free"
+    )
+    if one["uuid"] is None:
+        return f"Rank {one['rank']}: {one['name']}, {sizes}."
+    fabric = f"attribute FABRIC {_yes(one['fabric_attribute'])}, {_count(one['imex_channels'], 'IMEX channel')}"
+    return f"Rank {one['rank']}: {one['name']} {one['uuid']}, GPU {one['visible_as']} here; {sizes}; {fabric}."
+
+
+def _rights(pairs: list[dict[str, Any]]) -> str:
+    """How peers are mapped, and which GPUs do not reach each other."""
+    mapped = [pair["read_only"] for pair in pairs if pair["read_only"] is not None]
+    if not mapped:
+        return "No peer was mapped."
+    text = "Peers are mapped read-only." if all(mapped) else f"{mapped.count(False):,} maps of peers are writable."
+    apart = [f"{pair['source']} to {pair['target']}" for pair in pairs if pair["peer_access"] is False]
+    return text + (f" No peer access from {', '.join(apart)}." if apart else "")
+
+
+def _transfers(transfers: list[dict[str, Any]]) -> Table:
+    table = _table("Transfers", "transfer", "works", "why not")
+    for one in transfers:
+        table.add_row(one["transfer"], _yes(one["works"]), one["why"] or "")
+    return table
 
 
 def _rates(document: dict[str, Any]) -> Table:
@@ -82,14 +116,19 @@ def _passing(passing: dict[str, Any]) -> Table:
     return table
 
 
-def _limits(limits: dict[str, int | None]) -> Table:
+def _limits(limits: dict[str, int | None], memory: str) -> Table:
     table = _table("Limits", "limit", "now", "for dwdp")
-    descriptors, mappings = _budget(limits["descriptor_budget"]), _budget(limits["mapping_budget"])
+    descriptors, mappings = _budget(limits["descriptor_budget"]), f"{_number(limits['mapping_budget'])} a rank"
     for what, now, used in (
         ("descriptors, soft (ulimit -n)", _number(limits["descriptors_soft"]), "raised to the hard limit"),
         ("descriptors, hard (ulimit -Hn)", _number(limits["descriptors_hard"]), descriptors),
-        ("mappings (vm.max_map_count)", _number(limits["max_map_count"]), mappings),
-        ("memory available", _size(limits["memory_available_bytes"]), "weights and rings of all ranks"),
+        ("mappings (vm.max_map_count)", _number(limits["max_map_count"]), mappings if memory == "host" else "nothing"),
+        ("mappings (dwdp.mapping_budget)", "", mappings if memory == "cuda" else "as above, or fewer"),
+        (
+            "memory available",
+            _size(limits["memory_available_bytes"]),
+            "weights and rings of all ranks" if memory == "host" else "loading",
+        ),
         ("/dev/shm, size", _size(limits["dev_shm_bytes"]), "nothing"),
         ("/dev/shm, in use", _size(limits["dev_shm_used_bytes"]), "nothing"),
     ):

@@ -63,13 +63,23 @@ def read_settings(
         for field, default in EXPERT_DEFAULTS.items()
     }
     if not dense:
-        return PlanSettings(chosen, None, tuple(notes))
+        return PlanSettings(chosen, None, (*notes, *_dense_left_out(config, path, ranks, environ)))
     asked = {} if config.dense_dwdp is None else config.dense_dwdp.model_dump(exclude_unset=True)
     overrides = env.dense_overrides(environ, attached=True)
     overrides.pop("enabled", None)  # --dense asks what it would do
     settings, lines = env.override_section(DenseConfig(**(asked | given)), overrides, title="dense_dwdp")
     check_store(settings)
     return PlanSettings(chosen, settings, (*notes, *lines))
+
+
+def _dense_left_out(config: ServeConfig, path: Path | None, ranks: int, environ: env.Environ) -> list[str]:
+    """A line where a launch would have dense DWDP and the plan has not."""
+    found = env.setting("DWDP_DENSE", environ)
+    in_file = config.dense_dwdp is not None and config.dense_dwdp.enabled
+    if ranks < 2 or not (in_file if found is None else found.value):
+        return []
+    where = f"{path} (dense_dwdp.enabled)" if found is None else f"{found.variable}={found.text}"
+    return [f"{where} switches dense DWDP on, which is not planned: --dense plans it"]
 
 
 def _refuse_not_planned(config: ServeConfig, path: Path | None) -> None:
