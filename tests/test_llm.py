@@ -133,6 +133,13 @@ def test_reports_have_every_key_and_the_ledger_adds_up(spread, replicated):
         ledger, base = ours["ledger"], whole["ledger"]
         assert ledger["moved_bytes"] == ledger["expert_moved_bytes"] + ledger["dense_moved_bytes"] > 0
         assert ledger["dense_moved_bytes"] > 0 and ledger["slot_bytes"] > 0 and ledger["ring_bytes"] > 0
+        # what a rank holds now: on the host nothing but its own memory and its model
+        own = ledger["stored_bytes"] + ledger["ring_bytes"] + ledger["slot_bytes"]
+        assert ours["memory"] == {
+            "domain_bytes": own, "torch_bytes": ledger["replicated_bytes"],
+            "total_bytes": own + ledger["replicated_bytes"],
+        }  # fmt: skip
+        assert whole["memory"]["total_bytes"] == whole["memory"]["torch_bytes"] == base["replicated_bytes"] > 0
         # what DWDP manages and what stays replicated are together the whole model
         assert ledger["moved_bytes"] + ledger["replicated_bytes"] == base["replicated_bytes"]
         assert [base[key] for key in ("moved_bytes", "stored_bytes", "ring_bytes", "slot_bytes")] == [0] * 4
@@ -149,6 +156,7 @@ def test_release_leaves_nothing_mapped_and_setup_again_gives_the_same_bits(sprea
         spread.release()
         assert not any(memfds(pid) for pid in pids)
         assert [r["ledger"]["replicated_bytes"] for r in spread.report()] == [0, 0]
+        assert [r["memory"]["total_bytes"] for r in spread.report()] == [0, 0]
         with pytest.raises(ModelReleasedError):
             spread.generate("no", PARAMS)
         spread.setup()

@@ -49,6 +49,10 @@ class MemoryBudgetError(MemoryDomainError):
     """A budget of mappings or descriptors would be passed; the message has both numbers."""
 
 
+class ModelMemoryError(DwdpError):
+    """The weights that a rank loads whole do not fit its GPU; the message has their bytes and the remedies."""
+
+
 class PrefetchRingMemoryError(DwdpError):
     """The prefetch ring does not fit the free memory.
 

@@ -20,9 +20,9 @@ from dwdp.executor.create import RankExecutor, build_rank
 from dwdp.executor.messages import RankSettings
 from dwdp.executor.settings import Launch, resolve
 from dwdp.group.threads import run_rank_threads
-from dwdp.runtime import setup_dense
 from dwdp.runtime.manager import DwdpManager
 from dwdp.runtime.setup_experts import outside_bytes
+from dwdp.weights.mover import HostMover
 from dwdp.weights.verify import RowChecker
 from tests.support.system import DENSE, SMALL_PAGES, prompt, write_random
 
@@ -163,7 +163,7 @@ def _fails(*args):
 
 FAULTS = {
     None: contextlib.nullcontext,
-    "a gathered blob cannot be compared": lambda: mock.patch.object(setup_dense, "first_difference", _fails),
+    "a gathered blob cannot be compared": lambda: mock.patch.object(HostMover, "first_differences", _fails),
 }
 
 

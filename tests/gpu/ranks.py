@@ -105,7 +105,7 @@ def run(
         process.start()
     found: dict[int, Any] = {}
     failed: list[str] = []
-    first_deadline = deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds
     try:
         while len(found) + len(failed) < size - len(lost) and time.monotonic() < deadline:
             with contextlib.suppress(Exception):  # empty for now
@@ -114,7 +114,7 @@ def run(
                     found[rank] = value
                 else:
                     failed.append(f"rank {rank}: {error}")
-            if failed and time.monotonic() > first_deadline - seconds + 5:
+            if failed:
                 deadline = min(deadline, time.monotonic() + 10)  # the others fail too, or wait for the lost one
             ended = {r for r, process in enumerate(ranks) if process.exitcode not in (None, 0)} - set(lost)
             if ended - set(found) and not failed:

@@ -614,6 +614,23 @@ class FakeDriver:
 
         return work
 
+    def _kernel_first_differences(self, arguments, grid, block):
+        from dwdp.weights.copy import first_difference
+
+        pairs, count = ctypes.c_void_p.from_address(arguments[0]).value, ctypes.c_int.from_address(arguments[1]).value
+        firsts = ctypes.c_void_p.from_address(arguments[2]).value
+        if grid != count * ctypes.c_int.from_address(arguments[3]).value:
+            return None
+
+        def work():
+            for i in range(count):
+                left, right, nbytes = (ctypes.c_longlong * 3).from_address(pairs + 24 * i)
+                at = first_difference(left, right, nbytes)
+                if at is not None:
+                    ctypes.c_ulonglong.from_address(firsts + 8 * i).value = at
+
+        return work
+
     def _fail_later(self, result):
         self.fail["cuCtxSynchronize"] = self.fail["cuEventRecord"] = result
 

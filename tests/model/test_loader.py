@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dwdp.env import child_environment
-from dwdp.errors import CheckpointError, ConfigError
+from dwdp.errors import CheckpointError, ConfigError, ModelMemoryError
 from dwdp.model import quant
 from dwdp.model.checkpoint import Checkpoint
 from dwdp.model.loader import load_model, load_reads
@@ -206,6 +206,26 @@ def _status(key):
 
 
 # -- names ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tensors", [0, 7])
+def test_a_gpu_without_room_for_the_weights_is_one_clear_line(tmp_path, monkeypatch, tensors):
+    """Fails when torch's own error, which has many lines, comes through, or when a sum leaves tensors out."""
+    random_checkpoint(tmp_path, tiny_config_dict())
+    nbytes, real, taken = sum(p.nbytes for p in load_model(tmp_path).parameters()), torch.empty_like, []
+
+    def with_little_room(*args, **options):
+        if len(taken) == tensors:
+            raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
+        taken.append(real(*args, **options))
+        return taken[-1]
+
+    monkeypatch.setattr(torch, "empty_like", with_little_room)
+    with pytest.raises(ModelMemoryError, match="load: sharded") as caught:
+        load_model(tmp_path)
+    text = str(caught.value)
+    assert f"take {nbytes} bytes" in text and f"ran out {sum(t.nbytes for t in taken)} bytes on" in text
+    assert "\n" not in text
 
 
 def test_vision_tensors_are_skipped_by_their_first_part_only(tmp_path):

@@ -32,7 +32,7 @@ SPREAD = {
     "copy_slices": 3,
     "row_checksums": 2,
     "check of rows": 2,
-    "checksum": 2,
+    "checksum": 1,
     "first_difference": 2,
     "value_bytes": 1,
 }

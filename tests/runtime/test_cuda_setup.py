@@ -184,6 +184,22 @@ def test_dense_weights_are_read_right(handle_type):
     cluster.check_nothing_left()
 
 
+def test_the_originals_are_summed_up_in_one_launch_and_a_blob_is_compared_in_one(handle_type):
+    """Fails when P1 sums up storage by storage, or P4 or P5 compares so: a launch, its tables and a wait for each."""
+    cluster = Cluster(handle_type)
+
+    def body(rank):
+        rank.setup()
+        api, blobs = rank.domain.driver.api, len(rank.manager.weights.layout.blobs)
+        launched = [api._functions[call[1]] for call in api.calls if call[0] == "cuLaunchKernel"]
+        cuts = sum(len(sums) - 1 for sums in rank.manager.weights.checksums)
+        assert cuts > 2 * blobs > 4
+        return launched.count("row_checksums"), launched.count("first_differences") / blobs
+
+    assert dense_ranks(2, body, parts=cluster.parts) == [(1, 2.0), (1, 2.0)]
+    cluster.check_nothing_left()
+
+
 def read_in_order(rank, read_all):
     """The toy model reads in the calling thread, so each wait on compute must be over before the read."""
     device, wait = rank.device, rank.device.wait

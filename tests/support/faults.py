@@ -37,8 +37,8 @@ POINTS = {
     "copy_slices": [(copy, "copy_slices"), (mover, "copy_slices")],
     "row_checksums": [(mover, "row_checksums")],
     "check of rows": [(RowChecker, "check")],
-    "checksum": [(HostMover, "tensor_sum")],
-    "first_difference": [(setup_dense, "first_difference")],
+    "checksum": [(HostMover, "sums")],
+    "first_difference": [(HostMover, "first_differences")],
     "value_bytes": [(setup_dense, "_value_bytes")],
 }
 

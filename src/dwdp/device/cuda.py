@@ -86,10 +86,9 @@ class CudaDevice:
         self._stamps: list[tuple[dict, Any, Any]] = []  # ops and their timing events
         api = self.driver.api
         self._ok = api.CUresult.CUDA_SUCCESS
-        self._record, self._wait = api.cuEventRecord, api.cuStreamWaitEvent
-        self._is_capturing, self._elapsed = api.cuStreamIsCapturing, api.cuEventElapsedTime
-        self._idle = api.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
+        self._record, self._wait, self._elapsed = api.cuEventRecord, api.cuStreamWaitEvent, api.cuEventElapsedTime
         self._current = current_stream or _torch_current_stream(index)
+        self._is_capturing = self._compute_is_capturing if current_stream else _torch_is_capturing()
         try:
             _, highest = self.driver("cuCtxGetStreamPriorityRange")
             self.compute = CudaStream(self, "compute", self._wrap(self._current()))
@@ -257,9 +256,13 @@ class CudaDevice:
                 "the forward runs on another CUDA stream than the one that DWDP was set up on, so its reads would not "
                 "wait for the copies: leave CUDA graphs and torch.cuda.stream out around the model"
             )
-        result, status = self._is_capturing(stream.raw)[:2]
-        if result != self._ok or status != self._idle:
+        if self._is_capturing():
             raise DwdpError("DWDP cannot run under CUDA graph capture: leave CUDA graphs out")
+
+    def _compute_is_capturing(self) -> bool:
+        result, status = self.driver.api.cuStreamIsCapturing(self.compute.raw)[:2]
+        idle = self.driver.api.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
+        return result != self._ok or status != idle
 
     def _synchronize(self) -> None:
         op = self._op("host", "sync", None, None, None)
@@ -337,3 +340,11 @@ def _torch_current_stream(index: int) -> Callable[[], int]:
 
     torch.cuda.init()
     return lambda: torch._C._cuda_getCurrentRawStream(index)
+
+
+def _torch_is_capturing() -> Callable[[], bool]:
+    """Whether torch's current stream is captured, at the price of a C call: the driver's through its bindings costs a
+    hook as much as all else that it asks the driver."""
+    from torch.cuda import is_current_stream_capturing
+
+    return is_current_stream_capturing

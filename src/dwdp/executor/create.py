@@ -111,7 +111,10 @@ class RankExecutor:
             self.model.unusable = DwdpError(reason)
 
     def report(self) -> dict:
-        """{rank, pid, ledger, counters} with the ledger in bytes; zeros where DWDP is off."""
+        """{rank, pid, ledger, memory, counters} with ledger and memory in bytes, the ledger zeros where DWDP is off.
+
+        memory: what the rank holds now, see `held_bytes`; the ledger does not change after set-up.
+        """
         report = empty_report(self.rank)
         if self.manager is not None:
             report["ledger"] |= self.manager.ledger()
@@ -119,9 +122,12 @@ class RankExecutor:
         elif self.loop is not None:
             report["counters"]["forwards"] = self.loop.forwards
         if self.model is not None:
+            from dwdp.executor.memory import held_bytes
             from dwdp.runtime.setup_experts import outside_bytes
 
-            report["ledger"]["replicated_bytes"] = outside_bytes(self.model, self.domain)
+            model_nbytes = outside_bytes(self.model, self.domain)
+            report["ledger"]["replicated_bytes"] = model_nbytes
+            report["memory"] = held_bytes(self.domain, self.model.lm_head.weight.device, model_nbytes)
         return report
 
     def _expert_range(self) -> tuple[int, int] | None:
@@ -182,7 +188,8 @@ def empty_report(rank: int) -> dict:
     from dwdp.runtime.counters import Counters
 
     ledger = dict.fromkeys(LEDGER_KEYS, 0)
-    return {"rank": rank, "pid": os.getpid(), "ledger": ledger, "counters": Counters().as_dict()}
+    memory = dict.fromkeys(("domain_bytes", "torch_bytes", "total_bytes"), 0)
+    return {"rank": rank, "pid": os.getpid(), "ledger": ledger, "memory": memory, "counters": Counters().as_dict()}
 
 
 def launched_group(settings: RankSettings, rank: int, epoch: int):

@@ -71,6 +71,16 @@ def _on_cuda(config, index: int, rank: int, done: DoneWith, trace: bool) -> tupl
     return domain, device
 
 
+def held_bytes(domain, where: torch.device, model_nbytes: int) -> dict[str, int]:
+    """What a rank holds now: `domain_bytes` (rows, handles, ring, slots), `torch_bytes` (on a GPU all that torch's
+    allocator has taken, cached blocks too, else the model's own `model_nbytes`) and `total_bytes`. domain: or None."""
+    import torch
+
+    own = 0 if domain is None else domain.allocated_bytes
+    of_torch = torch.cuda.memory_reserved(where) if where.type == "cuda" else model_nbytes
+    return {"domain_bytes": own, "torch_bytes": of_torch, "total_bytes": own + of_torch}
+
+
 def where_joined(domain, where: torch.device) -> dict[str, Any]:
     """What a rank says about its memory and its device when it joins. domain: None without one."""
     from dwdp.memory.driver import Driver

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from dwdp.errors import CheckpointError, ConfigError
+from dwdp.errors import CheckpointError, ConfigError, ModelMemoryError
 from dwdp.model.checkpoint import DTYPES, Checkpoint, ReadLog, TensorEntry
 from dwdp.model.config import ModelConfig
 from dwdp.model.decoder import KimiK3Model
@@ -99,11 +99,21 @@ def load_model(
 
 def _materialise(model: nn.Module, device: str | torch.device, elsewhere: Container[str]) -> None:
     """Memory, not initialised, for every parameter that is on the meta device but those named in `elsewhere`; the
-    model has no buffers."""
-    for prefix, module in model.named_modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            if parameter.is_meta and f"{prefix}.{name}".lstrip(".") not in elsewhere:
-                setattr(module, name, nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=False))
+    model has no buffers. ModelMemoryError where a GPU has too little."""
+    taken = 0
+    try:
+        for prefix, module in model.named_modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                if parameter.is_meta and f"{prefix}.{name}".lstrip(".") not in elsewhere:
+                    setattr(module, name, nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=False))
+                    taken += parameter.nbytes
+    except torch.OutOfMemoryError as error:
+        missing = {name: p for name, p in model.named_parameters() if p.is_meta and name not in elsewhere}
+        raise ModelMemoryError(
+            f"the weights that a rank loads whole take {taken + sum(p.nbytes for p in missing.values())} bytes of "
+            f"memory on {device}, which ran out {taken} bytes on; free memory there, use more ranks, dense DWDP with "
+            "load: sharded (dense_dwdp), or a smaller model"
+        ) from error
 
 
 def load_reads(path: str | os.PathLike, *, expert_range: tuple[int, int] | None = None) -> list[TensorEntry]:

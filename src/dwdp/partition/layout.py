@@ -173,18 +173,23 @@ def cuts(blob: Blob) -> list[Cut]:
     return found
 
 
-def original_checksums(
-    blob: Blob, storages: Sequence[torch.Tensor], checksum: Callable[[torch.Tensor], str] = checksum
-) -> list[str]:
-    """A checksum of each cut, then one of the pad, which is zero. storages: uint8 [nbytes] each.
-
-    checksum: of a tensor, where another than `checksum` is faster.
-    """
-    sums = []
+def original_cuts(blob: Blob, storages: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The bytes of each cut. storages: uint8 [nbytes] each."""
+    found = []
     for cut in cuts(blob):
         offset = blob.storages[cut.storage].offset
-        sums.append(checksum(storages[cut.storage][cut.start - offset : cut.end - offset]))
-    return [*sums, pad_checksum(blob)]
+        found.append(storages[cut.storage][cut.start - offset : cut.end - offset])
+    return found
+
+
+def original_checksums(blob: Blob, storages: Sequence[torch.Tensor]) -> list[str]:
+    """A checksum of each cut, then one of the pad, which is zero; on the CPU. storages: uint8 [nbytes] each."""
+    return [*map(checksum, original_cuts(blob, storages)), pad_checksum(blob)]
+
+
+def checksums_of(blob: Blob, sums: Sequence[int]) -> list[str]:
+    """As `original_checksums`, from the sums of the cuts."""
+    return [*(f"{value:016x}" for value in sums), pad_checksum(blob)]
 
 
 def pad_checksum(blob: Blob) -> str:
@@ -200,12 +205,3 @@ def gathered_checksums(blob: Blob, data: torch.Tensor, checksum: Callable[[torch
     gaps = zip([0, *(end for _, end in ends)], [*(start for start, _ in ends), blob.nbytes])
     pad = torch.cat([data[start:end] for start, end in gaps])
     return [checksum(data[cut.start : cut.end]) for cut in cuts(blob)] + [checksum(pad)]
-
-
-def first_difference(left: torch.Tensor, right: torch.Tensor) -> int | None:
-    """Index of the first byte that differs between two uint8 tensors of equal length, or None."""
-    import torch
-
-    if torch.equal(left, right):
-        return None
-    return int((left != right).nonzero()[0])

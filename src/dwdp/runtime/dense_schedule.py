@@ -93,6 +93,10 @@ class DenseSchedule:
             raise ValueError(f"every covered layer needs segments out of A and D, got {list(segments)}")
         self.segments = tuple(segments)
         self.num_layers = len(self.segments)
+        self._names = [
+            tuple(slot_name(segment, pos) for segment in "AD" if segment in segments)
+            for pos, segments in enumerate(self.segments)
+        ]
         self.depth = min(LAYERS_AHEAD, self.num_layers)
         self.prefetch_next_pass = prefetch_next_pass
         self.slots = {f"{s}{i}": _Slot() for s in SLOT_COUNTS for i in range(SLOT_COUNTS[s])}
@@ -186,7 +190,7 @@ class DenseSchedule:
 
     def slots_of(self, pos: int) -> tuple[str, ...]:
         """Slots of layer pos, attention first."""
-        return tuple(slot_name(segment, pos) for segment in "AD" if segment in self.segments[pos])
+        return self._names[pos]
 
     @property
     def needs_recovery(self) -> bool:

@@ -15,8 +15,9 @@ from torch import nn
 
 from dwdp.errors import DwdpError
 from dwdp.partition.collect import Collected, collect
-from dwdp.partition.layout import checksum, cuts, pad_checksum
+from dwdp.partition.layout import cuts, pad_checksum
 from dwdp.partition.parts import Part
+from dwdp.weights.mover import mover_of
 from dwdp.weights.store import RowStore
 
 
@@ -50,6 +51,7 @@ class LoadedRows:
         """Allocates; without a collective. Raises what an allocation raises, with nothing left."""
         self.collected = collect_dense(model, config, group.size, without_bytes=True)
         self.store = new_row_store(domain, self.collected.layout, config, group.rank)
+        self._mover = mover_of(domain)
         self._checksums: dict[tuple[int, int], str] = {}
         self.parts: dict[str, Part] = self._find_parts(model)
         try:
@@ -80,7 +82,7 @@ class LoadedRows:
 
     def _take(self, number: int, i: int, values: torch.Tensor) -> None:
         data = values.detach().reshape(-1).view(torch.uint8)
-        self._checksums[number, i] = checksum(data)
+        self._checksums[number, i] = self._mover.tensor_sum(data)
         self.store.write_part(number, i, data)
 
     def checksums(self) -> list[list[str]]:

@@ -28,8 +28,8 @@ from dwdp.errors import DwdpError, GroupTimeoutError, RankDiedError, Verificatio
 from dwdp.group.posts import describe, raise_failures
 from dwdp.group.ranks import compare_reports, join_problems
 from dwdp.memory.exchange import Exported, close_exported, exchange_handles
-from dwdp.partition.collect import Collected
-from dwdp.partition.layout import Blob, DenseLayout, cuts, first_difference, original_checksums
+from dwdp.partition.collect import Binding, Collected
+from dwdp.partition.layout import Blob, DenseLayout, checksums_of, cuts, original_cuts
 from dwdp.runtime.dense_schedule import slot_name
 from dwdp.runtime.leaks import find_leaks
 from dwdp.runtime.load_rows import LoadedRows, all_checksums, collect_dense, new_row_store
@@ -198,11 +198,9 @@ class DenseSetup:
         settings["transfer (dense_dwdp.copy, gather_kernel)"] = str(self.transfer)
         layout = {"granularity of memory": str(self.domain.granularity), "layout digest": self.layout.digest}
         weights = {}
+        self.checksums = self._original_checksums()
         for number, blob in enumerate(self.layout.blobs):
-            sums = []
-            if self.loaded is None:
-                sums = original_checksums(blob, self._originals(number), self.mover.tensor_sum)
-            self.checksums.append(sums)
+            sums = self.checksums[number]
             for i, storage in enumerate(blob.storages):
                 layout[f"{blob.name} storage {i}"] = storage.describe()
                 if self.loaded is None:
@@ -210,6 +208,15 @@ class DenseSetup:
                     weights[f"the checksum of {storage.name} ({blob.name})"] = " ".join(of_storage)
         self._check_memory()
         return {"settings": settings, "layout": layout, "weights": weights}
+
+    def _original_checksums(self) -> list[list[str]]:
+        """Of every blob, all summed up in one go; nothing yet of what was loaded into rows."""
+        blobs = self.layout.blobs
+        if self.loaded is not None:
+            return [[] for _ in blobs]
+        rows = [original_cuts(blob, self._originals(number)) for number, blob in enumerate(blobs)]
+        sums = iter(self.mover.sums([(row.data_ptr(), row.nbytes) for of_blob in rows for row in of_blob]))
+        return [checksums_of(blob, [next(sums) for _ in of_blob]) for blob, of_blob in zip(blobs, rows)]
 
     def _check_hooks(self) -> None:
         """A layer without this manager's hooks would read what slots happen to hold."""
@@ -395,9 +402,13 @@ class DenseSetup:
         if self.loaded is not None:
             self._compare_checksums(number, blob, slot)
             return
-        for storage, original in zip(blob.storages, self._originals(number)):
+        start = data.data_ptr()
+        pairs = [
+            (start + storage.offset, original.data_ptr(), storage.nbytes)
+            for storage, original in zip(blob.storages, self._originals(number))
+        ]
+        for storage, at in zip(blob.storages, self.mover.first_differences(pairs)):
             self._check_pad(blob, slot, data, end, storage.offset)
-            at = first_difference(data[storage.offset : storage.offset + storage.nbytes], original)
             if at is not None:
                 self._wrong_byte(blob, slot, storage.offset + at)
             end = storage.offset + storage.nbytes
@@ -410,7 +421,7 @@ class DenseSetup:
 
     def _check_pad(self, blob: Blob, slot: str, data: torch.Tensor, start: int, end: int) -> None:
         pad = data[start:end]
-        if pad.any():
+        if start < end and pad.any():
             self._wrong_byte(blob, slot, start + int(pad.nonzero()[0]))
 
     def _wrong_byte(self, blob: Blob, slot: str, byte: int) -> None:
@@ -423,6 +434,7 @@ class DenseSetup:
         if self.loaded is not None:
             self._compare_checksums(number, blob, slot)
         start = self.slots.data(number).data_ptr()
+        values: list[tuple[Binding, torch.Tensor, torch.Tensor]] = []
         for storage, bindings in zip(blob.storages, self.collected.bindings[number]):
             for spec, binding in zip(storage.views, bindings):
                 new, old = getattr(binding.module, binding.attribute), binding.original
@@ -431,8 +443,12 @@ class DenseSetup:
                     raise VerificationError(f"{binding.name} does not lie at its place in slot {slot}")
                 if (new.dtype, new.shape, new.stride()) != (old.dtype, old.shape, old.stride()):
                     raise VerificationError(f"{binding.name} changed its dtype, shape or stride in slot {slot}")
-                if self.loaded is None and not torch.equal(_value_bytes(new), _value_bytes(old)):
-                    raise VerificationError(f"{binding.name} reads other bytes in slot {slot} than its original")
+                if self.loaded is None:
+                    values.append((binding, _value_bytes(new), _value_bytes(old)))
+        pairs = [(new.data_ptr(), old.data_ptr(), old.nbytes) for _, new, old in values]
+        for (binding, _, _), at in zip(values, self.mover.first_differences(pairs) if pairs else ()):
+            if at is not None:
+                raise VerificationError(f"{binding.name} reads other bytes in slot {slot} than its original")
 
 
 class _Disagreement(DwdpError):

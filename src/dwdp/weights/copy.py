@@ -17,6 +17,7 @@ import numpy as np
 from dwdp.weights.plan import CopyPlan, CopySlice, GatherTable
 
 WORKERS = 4
+COMPARED_BYTES = 1 << 20  # at a time
 VECTOR_BYTES = 16  # the widest load and store of a thread, and what a bulk copy's addresses and length are multiples of
 
 _of_thread = threading.local()
@@ -31,6 +32,17 @@ def copy_slices(slices: Iterable[CopySlice]) -> None:
 def memory_bytes(address: int, nbytes: int) -> bytes:
     """The bytes at an address."""
     return ctypes.string_at(address, nbytes)
+
+
+def first_difference(left: int, right: int, nbytes: int) -> int | None:
+    """The first byte at which the bytes at two addresses differ, or None; without a mask of all of them."""
+    for start in range(0, nbytes, COMPARED_BYTES):
+        count = min(COMPARED_BYTES, nbytes - start)
+        one, other = ((ctypes.c_ubyte * count).from_address(address + start) for address in (left, right))
+        differ = np.frombuffer(one, dtype=np.uint8) != np.frombuffer(other, dtype=np.uint8)
+        if differ.any():
+            return start + int(differ.argmax())
+    return None
 
 
 def run_plan(plan: CopyPlan) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dwdp.device.nvrtc import Compiler, compile_cubin
 from dwdp.memory.vmm import CudaDomain
 from dwdp.weights.cuda_checksum import ChecksumKernel, DeviceChecksums
+from dwdp.weights.cuda_compare import CompareKernel, DeviceDifferences
 from dwdp.weights.cuda_copy import (
     DEFAULT_CTAS,
     BatchedCopy,
@@ -19,7 +20,7 @@ from dwdp.weights.cuda_copy import (
     best_kernel,
     device_capability,
 )
-from dwdp.weights.mover import Judge, Rows
+from dwdp.weights.mover import Judge, Pairs, Rows
 from dwdp.weights.plan import CopyPlan, CopySlice, GatherTable
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class CudaMover:
         self._checks: set[CudaCheck] = set()
         self._gathers: dict[str, GatherKernel] = {}
         self._checksum: ChecksumKernel | None = None
+        self._compare: CompareKernel | None = None
         self._stream: Any = None
 
     # ---- what devices enqueue ----
@@ -76,6 +78,16 @@ class CudaMover:
 
     def tensor_sum(self, data: torch.Tensor) -> str:
         return f"{self.sums([(data.data_ptr(), data.nbytes)])[0]:016x}"
+
+    def first_differences(self, pairs: Pairs) -> list[int | None]:
+        if self._compare is None:
+            self._compare = CompareKernel(self._driver, self._domain.device_index, compiler=self._compiler)
+        differences = DeviceDifferences(self._compare, pairs)
+        try:
+            self._now(differences)
+            return differences.read()
+        finally:
+            differences.close()
 
     def read(self, address: int, nbytes: int) -> bytes:
         self.settle()
@@ -130,9 +142,8 @@ class CudaMover:
     def close(self) -> None:
         copies, self._copies = self._copies, {}
         kernels, self._gathers = list(self._gathers.values()), {}
-        if self._checksum is not None:
-            kernels.append(self._checksum)
-        stream, self._stream, self._checksum = self._stream, None, None
+        kernels += [kernel for kernel in (self._checksum, self._compare) if kernel is not None]
+        stream, self._stream, self._checksum, self._compare = self._stream, None, None, None
         for owner in (*copies.values(), *list(self._checks), *kernels):
             owner.close()
         if stream is not None:

@@ -1,9 +1,9 @@
 """What moves and sums up bytes: on the host here, on a GPU in cuda_mover.py. Nothing else knows which it is.
 
 [Note: movers] A domain has one mover, which lives as long as it does. What it does at once (`run`, `copy`, `row_sums`,
-`sums`, `read`) comes behind everything that was enqueued before on any stream, and is over when it returns; set-up and
-control actions use that. Between them only `submission` and `check` are used: what they give goes to
-`device.enqueue`, and the host waits for neither.
+`sums`, `first_differences`, `read`) comes behind everything that was enqueued before on any stream, and is over when it
+returns; set-up and control actions use that. Between them only `submission` and `check` are used: what they give goes
+to `device.enqueue`, and the host waits for neither.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dwdp.memory.checksum import checksum, row_checksums
-from dwdp.weights.copy import copy_slices, memory_bytes, run_plan
+from dwdp.weights.copy import copy_slices, first_difference, memory_bytes, run_plan
 from dwdp.weights.plan import CopyPlan, CopySlice
 
 if TYPE_CHECKING:
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 Rows = Sequence[tuple[int, int]]
 """(address, bytes) each."""
+Pairs = Sequence[tuple[int, int, int]]
+"""(address, address, bytes) each."""
 Judge = Callable[[list[int]], None]
 """Is given the checksums of rows. It may not raise: nobody would be there to see it."""
 
@@ -52,6 +54,10 @@ class HostMover:
     def tensor_sum(self, data: torch.Tensor) -> str:
         """The checksum of a contiguous tensor's bytes, as text."""
         return f"{self.sums([(data.data_ptr(), data.nbytes)])[0]:016x}"
+
+    def first_differences(self, pairs: Pairs) -> list[int | None]:
+        """The first byte at which the two pieces of each pair differ, or None."""
+        return [first_difference(*pair) for pair in pairs]
 
     def read(self, address: int, nbytes: int) -> bytes:
         return memory_bytes(address, nbytes)
