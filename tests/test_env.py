@@ -305,6 +305,14 @@ def test_an_unknown_name_is_answered_with_the_one_that_it_may_have_meant(name, n
     assert env.nearest(name, env.SWITCHES) == near
 
 
+def test_a_switch_for_what_runs_beside_a_gather_has_no_effect_without_one():
+    environ = {"TLLM_ROUTING_DISABLE_COOP_LAUNCH": "1"}
+    assert env.ineffective(environ) == [
+        "TLLM_ROUTING_DISABLE_COOP_LAUNCH has no effect: no gather takes SMs of a GPU here"
+    ]
+    assert env.ineffective(environ, gather=True) == []
+
+
 def environment_reads(source):
     """Lines that reach the process environment, in any of the ways of the standard library."""
     names = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}

@@ -13,6 +13,7 @@ import os
 import re
 import stat
 import sysconfig
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -507,21 +508,55 @@ def set_default(name: str, text: str) -> None:
     os.environ.setdefault(name, text)
 
 
-# Read, and refused when malformed, but used by nothing yet: servers, KV caches, CUDA.
+_held: dict[str, tuple[int, list[str]]] = {}  # switch -> (who holds its default, variables that this module has set)
+_held_lock = threading.Lock()
+
+
+def hold_default(name: str, text: str) -> Setting:
+    """Sets the switch `name` and its alias in this process, for code that reads either; -> what holds from now on.
+
+    What the user has set stays, and its value is the other variable's too. Ends with as many calls of `drop_default`;
+    rank threads of one process may each hold it.
+    """
+    with _held_lock:
+        count, ours = _held.get(name, (0, []))
+        found = setting(name) or Setting(name, text, SWITCHES[name].parse(text))
+        if not count:
+            ours = [v for v in (name, SWITCHES[name].alias) if v is not None and v not in os.environ]
+            os.environ.update(dict.fromkeys(ours, found.text))
+        _held[name] = count + 1, ours
+        return found
+
+
+def drop_default(name: str) -> None:
+    """The end of one `hold_default`; the last one leaves the environment as the user made it."""
+    with _held_lock:
+        count, ours = _held.pop(name)
+        if count > 1:
+            _held[name] = count - 1, ours
+            return
+        for variable in ours:
+            os.environ.pop(variable, None)
+
+
+# Read, and refused when malformed, but used by nothing yet: servers, KV caches.
 WITHOUT_EFFECT = (
     "DWDP_SKIP_KV_CACHE_ESTIMATION",
     "DWDP_EXECUTOR_SHUTDOWN_DROP_INFLIGHT",
     "DWDP_SERVE_GRACEFUL_SHUTDOWN_TIMEOUT_S",
-    "DWDP_DISABLE_COOP_ROUTING",
 )
 
 
-def ineffective(environ: Environ = None) -> list[str]:
-    """One line for each variable that is set and changes nothing: not supported yet, or no name of ours."""
+def ineffective(environ: Environ = None, *, gather: bool = False) -> list[str]:
+    """One line for each variable that is set and changes nothing: not supported yet, not in this launch, or no name of
+    ours. gather: whether a gather takes SMs of a GPU."""
     environ = _environ(environ)
+    unused = {name: "what it is for is not supported yet" for name in WITHOUT_EFFECT}
+    if not gather:
+        unused["DWDP_DISABLE_COOP_ROUTING"] = "no gather takes SMs of a GPU here"
     lines = [
-        f"{found[0]} has no effect: what it is for is not supported yet"
-        for name in WITHOUT_EFFECT
+        f"{found[0]} has no effect: {why}"
+        for name, why in unused.items()
         if (found := given(name, environ)) is not None
     ]
     for name in sorted(set(environ) - set(SWITCHES)):

@@ -31,8 +31,8 @@ class LLM:
     as a dict or `DwdpConfig`, `DenseConfig`; `dwdp_size` defaults to `ranks`; DWDP_* variables override them.
     tp_size=N, attention_dp=True: N ranks that step together and divide the experts, without expert DWDP.
     device: auto, cpu or cuda. dtype: auto, float32 (fp32) or bfloat16 (bf16). server_fields: further fields
-    of `ServeConfig`, for example `max_seq_len`. quiet: no progress bars. Calls from several threads take
-    turns.
+    of `ServeConfig`, for example `max_seq_len`. quiet: no progress bars. trace: keep what the devices do, for
+    `trace()`; grows with every forward. Calls from several threads take turns.
 
     Raises ValueError, one line, for a launch that is refused, before any rank exists where that can be known.
     When a rank dies, the call raises RankDiedError naming `rank K`; everything has been ended by then.
@@ -49,6 +49,7 @@ class LLM:
         device: str = "auto",
         dtype: str = "auto",
         quiet: bool = False,
+        trace: bool = False,
         **server_fields: Any,
     ) -> None:
         launch = resolve(
@@ -61,16 +62,18 @@ class LLM:
             dtype=dtype,
             **server_fields,
         )
-        self._start(launch, quiet)
+        self._start(launch, quiet, trace)
 
     @classmethod
-    def from_launch(cls, launch: Launch, *, quiet: bool = False) -> LLM:
+    def from_launch(cls, launch: Launch, *, quiet: bool = False, trace: bool = False) -> LLM:
         """An LLM for a launch that was checked already."""
         self = cls.__new__(cls)
-        self._start(launch, quiet)
+        self._start(launch, quiet, trace)
         return self
 
-    def _start(self, launch: Launch, quiet: bool) -> None:
+    def _start(self, launch: Launch, quiet: bool, trace: bool) -> None:
+        if trace:
+            launch = launch.traced()
         self._launch, self._quiet = launch, quiet
         self._lock = threading.RLock()
         self._epoch = 0
@@ -150,6 +153,19 @@ class LLM:
         with self._lock:
             answers = self._to_all(messages.Report)
         return [answers[rank][0].report for rank in range(self._launch.ranks)]
+
+    def trace(self) -> list[dict[str, Any]]:
+        """By rank: {rank, ops}, what its streams have done since `setup`; waits for them. Only with `trace=True`.
+
+        ops, in the order in which they were enqueued: {stream, kind, slot, layer, event} as `dwdp simulate --json`
+        writes them, `t0` and `t1` (seconds of the host's monotonic clock), and `nbytes` of a copy. A `read` is where
+        a read window opens or closes. `dwdp.tools.races.find_races` judges a document, `dwdp.tools.trace` draws it.
+        """
+        if not self._frontend.settings.trace:
+            raise DwdpError("this LLM keeps no trace: make it with trace=True")
+        with self._lock:
+            answers = self._to_all(messages.Trace)
+        return [{"rank": rank, "ops": msgspec.json.decode(answers[rank][1][0])} for rank in range(self._launch.ranks)]
 
     def release(self) -> None:
         """Gives DWDP back and drops the models; the rank processes stay. Until `setup` requests are

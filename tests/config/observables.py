@@ -21,6 +21,7 @@ from tests.config.observing import (
     alone_in_a_group_of_two,
     appears,
     becomes,
+    beside_a_gather,
     failure,
     handles,
     kept,
@@ -285,6 +286,10 @@ SWITCHES = [
     Observable(
         "DWDP_SM_RESERVE", "the refusal's text, standalone", UNSET, "4", refusal,
         refused_with("SM_RESERVE=4", "needs a GPU"), others=STANDALONE,
+    ),
+    Observable(
+        "DWDP_DISABLE_COOP_ROUTING", "what launchers of cooperative kernels find beside a gather", "0", "1",
+        beside_a_gather, becomes(("0", True), ("1", False)), asks=False,
     ),
     *(_without_effect(name, "30" if name.endswith("_S") else "1") for name in env.WITHOUT_EFFECT),
     Observable(

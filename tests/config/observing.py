@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -18,7 +19,9 @@ from dwdp.executor.create import join_info
 from dwdp.executor.prompts import prepare
 from dwdp.group.backends import StoreGroup
 from dwdp.group.threads import run_rank_threads
+from dwdp.runtime.manager import DwdpManager
 from tests.config.observed import ATTACHED, UNSET, Asked
+from tests.memory.fake_driver import FakeCudaDomain, FakeDriver, FakeMachine
 from tests.support.dense_ranks import dense_ranks
 from tests.support.foreign_decoders import HubModel, build
 
@@ -216,3 +219,12 @@ def alone_in_a_group_of_two(environ: dict[str, str]) -> str:
         except GroupError as error:
             return str(error)
     return "nothing"
+
+
+def beside_a_gather(environ: dict[str, str]) -> tuple[str | None, bool]:
+    """What a decoder's own kernels find in the environment while a gather takes SMs, and what the status says."""
+    config = DwdpConfig(dwdp_size=2, prefetch_gather=True)
+    with mock.patch.dict(os.environ, environ), FakeCudaDomain(0, 0, driver=FakeDriver(FakeMachine())) as domain:
+        group = SimpleNamespace(dead=())
+        with DwdpManager(config, None, group=group, domain=domain, device=None, num_experts=4) as manager:
+            return os.environ.get("TLLM_ROUTING_DISABLE_COOP_LAUNCH"), manager.status()["cooperative_launches"]

@@ -3,6 +3,7 @@
 import logging
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -20,6 +21,7 @@ class FakeCudaDevice(CudaDevice):
         self.api = options.pop("api", None) or FakeDriver(FakeMachine())
         self.now = None  # another stream that torch would have made current
         self.api.cuInit(0)
+        self.api.cuCtxSetCurrent(0)
         _, self.torch_stream = self.api.cuStreamCreateWithPriority(1, 0)
         super().__init__(0, driver=self.api, current_stream=lambda: int(self.now or self.torch_stream), **options)
 
@@ -271,3 +273,35 @@ def test_a_failing_start_leaves_no_stream():
     with pytest.raises(DriverError, match="cuEventSynchronize"):
         FakeCudaDevice(api=api, num_aux=1)
     assert api.live() == zero_live()
+
+
+def test_a_device_that_another_thread_drives_and_closes_is_given_back(caplog):
+    """Fails when a call relies on the context of the thread that made the device."""
+    device = FakeCudaDevice(num_aux=1, measure_waits=True)
+    copied = []
+
+    def elsewhere():
+        def copy():  # as a prepared copy of the driver's does
+            assert device.api._has_context()
+            copied.append(1)
+
+        device.enqueue(device.copy, SimpleNamespace(submit=lambda stream: copy()))
+        device.record(device.event("made there"), device.copy)
+        device.close()
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert copied == [1] and device.api.live() == zero_live() and caplog.text == ""
+
+
+def test_a_query_that_fails_is_an_error_and_no_wait_that_goes_on(device):
+    """Fails when every result but success is taken for not ready."""
+    device._measure = True
+    late_copy(device, 0.0, 1)
+    device.api.fail["cuEventElapsedTime"] = CUresult.CUDA_ERROR_NOT_READY
+    assert device.exposed_wait_seconds == 0
+    device.api.fail["cuEventElapsedTime"] = CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
+    with pytest.raises(DriverError, match="cuEventElapsedTime failed with CUDA_ERROR_ILLEGAL_ADDRESS.*wait of layer 1"):
+        _ = device.exposed_wait_seconds
+    device.api.fail.clear()

@@ -114,6 +114,7 @@ def test_attached_logits_equal_the_replicated_ones_bit_for_bit(
         logits, report = compute(rank), rank.report()
         setup = rank.manager.report
         assert {(setup[p]["transfer"], setup[p]["gather_kernel"]) for p in setup} == {(transfer, kernel)}
+        assert rank.manager.status()["cooperative_launches"] is (transfer != "gather")
         return logits, report
 
     for rank, (logits, report) in enumerate(cluster.shared(model, 3, body, dwdp=dwdp)):
@@ -205,6 +206,28 @@ def test_checks_of_right_rows_find_nothing_and_are_all_read(model, cluster):
         return rank.manager.experts.verified_forward
 
     assert all(found >= 2 * LAYERS for found in cluster.shared(model, 2, body, dwdp={"verify_every": 1}))
+
+
+def test_sampled_checks_are_work_of_the_copy_stream_and_the_host_waits_for_none(model, cluster):
+    """Fails when a check is enqueued elsewhere, or its result is fetched by a call that waits."""
+    waiting = {"cuCtxSynchronize", "cuStreamSynchronize", "cuEventSynchronize", "cuMemcpyDtoH", "cuMemcpyHtoD"}
+
+    def body(rank):
+        forward(rank, prompt(0, 3))
+        api, start = rank.domain.driver.api, len(rank.domain.driver.api.calls)
+        for _ in range(2 * LAYERS):
+            forward(rank, prompt(0, 3))
+        calls = api.calls[start:]
+        sums = [c for c in calls if c[0] == "cuLaunchKernel" and api._functions[c[1]] == "row_checksums"]
+        assert len(sums) >= 3 * (2 * LAYERS - 1)  # a layer's experts, attention and dense MoE weights in each forward
+        assert {int(call[9]) for call in sums} == {int(rank.device.copy.raw)}
+        # The stand-in for a compute stream waits for that one itself.
+        compute = ("cuStreamSynchronize", rank.device.compute.raw)
+        assert [call for call in calls if call[0] in waiting and call[:2] != compute] == []
+        rank.device.drain()
+        assert rank.manager.verification_error is None
+
+    cluster.shared(model, 2, body, dwdp={"verify_every": 1})
 
 
 def test_an_update_in_place_gives_the_new_models_logits(model, tmp_path, cluster):

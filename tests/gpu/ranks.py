@@ -34,6 +34,7 @@ class Site:
         self.rank, self.size, self.fake = rank, size, fake
         self.device = "cpu" if fake else "cuda"
         self._store = open_store(rank, "127.0.0.1", port, timeout_seconds=60)
+        self._talk: StoreGroup | None = None
         self._names = (f"group-{number}" for number in itertools.count())
 
     def group(self, size: int | None = None, *, name: str | None = None, timeout_seconds: float = 60) -> StoreGroup:
@@ -41,13 +42,16 @@ class Site:
         name = name or next(self._names)
         return StoreGroup(self._store, self.rank, size or self.size, name=name, timeout_seconds=timeout_seconds)
 
-    def together(self, body: Callable[[], Any]) -> Any:
-        """body() between two barriers of all ranks."""
-        with self.group() as group:
-            group.join({})
-            found = body()
-            group.barrier("together")
-        return found
+    def agree(self, value: Any) -> list[Any]:
+        """Every rank's value, as JSON has it; a barrier too. In a group that lasts, beside those of the set-ups."""
+        if self._talk is None:
+            self._talk = self.group()
+            self._talk.join({})
+        return self._talk.allgather_object("agree", value)
+
+    def close(self) -> None:
+        if self._talk is not None:
+            self._talk.close()
 
     @contextlib.contextmanager
     def replicated(self, model: Path, *, dtype: str = "auto"):
@@ -82,6 +86,12 @@ class Site:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info()[0]
+
+    def settled_bytes(self) -> int:
+        """The same once every rank has given back what it can; the least that a rank saw."""
+        self.free_bytes()
+        self.agree(None)
+        return min(self.agree(self.free_bytes()))
 
 
 def run(
@@ -130,6 +140,24 @@ def run(
     return found
 
 
+def one_after_another(site: Site, works: dict[str, tuple]) -> dict[str, tuple[str | None, Any]]:
+    """Scenarios in the same processes: name -> (scenario, *arguments); -> name -> (what went wrong, what came of it).
+
+    What one rank raises is told, and the next scenario is begun together.
+    """
+    found: dict[str, tuple[str | None, Any]] = {}
+    for name, (scenario, *arguments) in works.items():
+        began = time.monotonic()
+        try:
+            found[name] = None, scenario(site, *arguments)
+        except Exception:
+            found[name] = traceback.format_exc(), None
+        site.agree(None)
+        if site.rank == 0:
+            print(f"{name}: {time.monotonic() - began:.1f} s", flush=True)
+    return found
+
+
 def _child(scenario, rank, size, port, fake, args, results) -> None:
     logging.basicConfig(level=logging.WARNING, format=f"rank {rank}: %(message)s")
     torch.set_num_threads(1)
@@ -139,9 +167,14 @@ def _child(scenario, rank, size, port, fake, args, results) -> None:
 
         fake_driver.GRANULE = 4096
         memory.create_memory = FakeMemory(shared=True)
+    site = None
     try:
-        results.put((rank, scenario(Site(rank, size, port, fake), *args), None))
+        site = Site(rank, size, port, fake)
+        results.put((rank, scenario(site, *args), None))
     except BaseException:
         results.put((rank, None, traceback.format_exc()))
+    finally:
+        if site is not None:
+            site.close()
     results.close()
     results.join_thread()

@@ -11,8 +11,6 @@ import pytest
 import torch
 
 from dwdp.errors import VerificationError
-from dwdp.memory.driver import Driver, DriverError
-from dwdp.tools.races import find_races
 from tests.gpu.ranks import Site
 from tests.support.soak import forward, forward_with_aborts
 from tests.support.system import DENSE, prompt
@@ -155,66 +153,3 @@ def survived(site: Site, model: Path, killed: int) -> list[int]:
         start = time.monotonic()
     assert time.monotonic() - start < 60
     return dead
-
-
-def failing(site: Site, model: Path, calls: tuple[tuple[str, int], ...]) -> list[int]:
-    """Set-ups that fail at a call of rank 1 end on every rank, and the GPU's memory is as before: the differences."""
-    with site.shared(model) as rank:  # what a first time takes for good: contexts, libraries, kernels
-        compute(rank, site.rank)
-    before = site.together(site.free_bytes)
-    real, left = Driver.__call__, []
-    for name, number in calls:
-        count = 0
-
-        def failing_call(driver, called, *args, name=name, number=number, **named):
-            nonlocal count
-            count += called == name
-            if called == name and count == number:
-                raise DriverError(name, "CUDA_ERROR_INVALID_VALUE", f"{name} failed with a fault that was injected")
-            return real(driver, called, *args, **named)
-
-        if site.rank == 1:
-            Driver.__call__ = failing_call
-        try:
-            with pytest.raises(Exception, match="a fault that was injected"):
-                with site.shared(model):
-                    pass
-        finally:
-            Driver.__call__ = real
-        left.append(before - site.together(site.free_bytes))
-    return left
-
-
-def timeline(site: Site, model: Path, forwards: int) -> dict:
-    """The trace of many forwards: no race by its order, and no read before its copy by the GPU's own clock."""
-    with site.shared(model, trace=True) as rank:
-        start = len(rank.device.trace)
-        for _ in range(forwards):
-            forward(rank, prompt(0, 5))
-        ops = rank.device.stamp_trace()[start:]
-    ops = [dict(op) for op in ops]
-    assert find_races(with_reads(ops)) == []
-    late, filled = 0, {}
-    for op in ops:
-        where = (op["slot"], op["layer"])
-        if op["kind"] == "copy":
-            filled[where] = op["t1"]
-        elif op["kind"] == "wait" and op["stream"] == "compute" and where in filled:
-            late += op["t1"] < filled[where] - 20e-6  # timing events have a resolution of half a microsecond
-    assert late == 0
-    kinds = [op["kind"] for op in ops]
-    return {kind: kinds.count(kind) for kind in set(kinds)}
-
-
-def with_reads(ops: list[dict]) -> list[dict]:
-    """The trace with the reads that compute does in a window: behind a wait for a copy, and before its end of read."""
-    found = []
-    for op in ops:
-        read = {key: op.get(key) for key in ("stream", "slot", "layer")} | {"kind": "read", "event": None}
-        event, of_compute = str(op["event"]), op["stream"] == "compute" and op["slot"] is not None
-        if of_compute and op["kind"] == "record" and ("read-end" in event or "end of read" in event):
-            found.append(read)
-        found.append(op)
-        if of_compute and op["kind"] == "wait":
-            found.append(read)
-    return found

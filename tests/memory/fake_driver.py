@@ -260,6 +260,12 @@ class FakeDriver:
                 )
             if not self._initialised and name != "cuInit":
                 return (CUresult.CUDA_ERROR_NOT_INITIALIZED, 0)
+            if name in self.NEED_CONTEXT and not self._has_context():
+                return (
+                    (CUresult.CUDA_ERROR_INVALID_CONTEXT,)
+                    if name in self.WITHOUT_VALUE
+                    else (CUresult.CUDA_ERROR_INVALID_CONTEXT, 0)
+                )
             if name in ("cuEventSynchronize", "cuStreamSynchronize", "cuCtxSynchronize"):
                 return call(*args)  # other processes go on meanwhile
             with self.machine.lock:
@@ -273,6 +279,12 @@ class FakeDriver:
         "cuMemFreeHost", "cuMemcpyAsync", "cuMemcpyBatchAsync", "cuEventRecord", "cuStreamWaitEvent",
         "cuEventSynchronize", "cuEventQuery", "cuEventDestroy", "cuStreamDestroy", "cuStreamSynchronize",
         "cuCtxSynchronize", "cuLaunchKernel", "cuMemFree", "cuModuleUnload", "cuMemsetD8Async", "cuFuncSetAttribute",
+    }  # fmt: skip
+
+    NEED_CONTEXT = {
+        "cuMemAlloc", "cuMemFree", "cuMemHostAlloc", "cuMemFreeHost", "cuEventCreate", "cuStreamCreateWithPriority",
+        "cuModuleLoadData", "cuModuleUnload", "cuCtxSynchronize", "cuLaunchKernel", "cuMemcpyAsync",
+        "cuMemcpyBatchAsync", "cuMemsetD8Async", "cuMemcpyDtoHAsync",
     }  # fmt: skip
 
     # device
@@ -598,6 +610,10 @@ class FakeDriver:
         return lambda: [move() for move in moves]
 
     _kernel_gather_ldst = _kernel_gather_tma
+
+    def _kernel_spin(self, arguments, grid, block):
+        seconds = ctypes.c_ulonglong.from_address(arguments[0]).value / 1e9
+        return lambda: time.sleep(seconds)
 
     def _kernel_row_checksums(self, arguments, grid, block):
         from dwdp.memory.checksum import checksum

@@ -1,6 +1,7 @@
 """Prepared copies on a fake driver move the same bytes in every way; the gather's table for any alignment."""
 
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -341,3 +342,40 @@ def test_a_missing_compiler_is_told(monkeypatch):
 def test_the_driver_object_tells_its_version():
     driver = Driver(FakeDriver(FakeMachine(), version=12090))
     assert driver.version() == 12090
+
+
+def test_what_is_prepared_is_given_back_by_any_thread(caplog):
+    """Fails when tables, modules or events are given back in the context of the thread that made them only."""
+    setting = Setting()
+    mover = setting.domain.mover
+    mover.sums([(setting.addresses[0], 64)])
+    check = mover.check(lambda: [(setting.addresses[0], 64)], lambda sums: None)
+    check.submit(setting.stream)
+    plan = SimpleNamespace(
+        batch=(), slices=(), gather=SimpleNamespace(kernel="tma", rows=[SimpleNamespace(peer=1, first=0, end=1)],
+        descriptors=[CopySlice(setting.addresses[1], setting.addresses[0], 64, 1)]),
+    )  # fmt: skip
+    mover.submission(plan)
+    assert len(setting.api._allocated) == 4  # two tables of sums, their pinned copy, a table of units
+    thread = threading.Thread(target=setting.domain.close)
+    thread.start()
+    thread.join()
+    assert setting.api._allocated == {} and setting.api._events == {} and "could not" not in caplog.text
+
+
+def test_a_check_whose_query_fails_is_an_error(caplog):
+    setting = Setting()
+    judged = []
+    check = setting.domain.mover.check(lambda: [(setting.addresses[0], 64)], judged.append)
+    gate = threading.Event()
+    setting.api._stream(setting.stream).put(gate.wait)
+    check.submit(setting.stream)
+    check.submit(setting.stream)  # left out, without a wait: the first result has not been read
+    assert not check.poll() and judged == []
+    setting.api.fail["cuEventQuery"] = CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
+    with pytest.raises(DriverError, match="cuEventQuery failed with CUDA_ERROR_ILLEGAL_ADDRESS.*a check"):
+        check.poll()
+    setting.api.fail.clear()
+    gate.set()
+    setting.api.cuStreamSynchronize(setting.stream)
+    assert check.poll() and len(judged) == 1

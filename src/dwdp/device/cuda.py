@@ -68,8 +68,7 @@ class CudaDevice:
         if num_aux < 0:
             raise ValueError(f"num_aux is {num_aux}, it must not be negative")
         self.index = index
-        self.driver = Driver(driver)
-        self.driver.use_device(index)
+        self.driver = Driver(driver, index)
         self.synchronisations = 0
         self.error: BaseException | None = None
         self.trace: list[dict] | None = [] if trace else None
@@ -85,7 +84,7 @@ class CudaDevice:
         self._waits: deque = deque()  # (layer, timing event before, timing event behind)
         self._stamps: list[tuple[dict, Any, Any]] = []  # ops and their timing events
         api = self.driver.api
-        self._ok = api.CUresult.CUDA_SUCCESS
+        self._ok, self._not_ready = api.CUresult.CUDA_SUCCESS, api.CUresult.CUDA_ERROR_NOT_READY
         self._record, self._wait, self._elapsed = api.cuEventRecord, api.cuStreamWaitEvent, api.cuEventElapsedTime
         self._current = current_stream or _torch_current_stream(index)
         self._is_capturing = self._compute_is_capturing if current_stream else _torch_is_capturing()
@@ -154,6 +153,7 @@ class CudaDevice:
         check_kind(kind)
         before = None if self.trace is None else self._put(self._timer(), stream)
         if fn is not None:
+            self.driver.make_current()  # a launch needs it, and this may be a thread that torch does not know yet
             submit = getattr(fn, "submit", None)
             if submit is not None:
                 submit(stream.raw)
@@ -169,6 +169,10 @@ class CudaDevice:
             op = self._op("host", "mark", None, layer, None)
             op["name"] = name
             op["t0"] = op["t1"] = time.perf_counter()
+
+    def note_read(self, slot: str, layer: int) -> None:
+        if self.trace is not None:
+            self.enqueue(self.compute, None, kind="read", slot=slot, layer=layer)
 
     # ---- what waits ----
 
@@ -218,7 +222,6 @@ class CudaDevice:
             return
         self._closed = True
         try:
-            self.driver.use_device(self.index)
             self.driver("cuCtxSynchronize")
             self._read_waits()
         except Exception:
@@ -267,7 +270,6 @@ class CudaDevice:
     def _synchronize(self) -> None:
         op = self._op("host", "sync", None, None, None)
         start = time.perf_counter()
-        self.driver.use_device(self.index)
         self.driver("cuCtxSynchronize")
         if op is not None:
             op["t0"], op["t1"] = start, time.perf_counter()
@@ -311,8 +313,10 @@ class CudaDevice:
         while self._waits and most != 0:
             layer, before, behind = self._waits[0]
             result, milliseconds = self._elapsed(before, behind)
+            if result == self._not_ready:
+                return
             if result != self._ok:
-                return  # not over, or work has failed, which whoever waits for it is told
+                raise self.driver.error("cuEventElapsedTime", result, f"a measured wait of layer {layer}")
             self._waits.popleft()
             seconds = milliseconds / 1e3
             self._exposed += seconds

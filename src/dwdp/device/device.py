@@ -3,6 +3,11 @@
 [Note: events] `wait` captures the event's latest record at the time of the call, as on CUDA: a later
 record does not move it, and a wait on an event that was never recorded waits for nothing. Events are made
 once at setup and recorded again and again.
+
+[Note: reads in a trace] The kernels of a model are not announced one by one. The runtimes call `note_read` where a read
+window opens, behind the wait, and where it closes, before the end of read is recorded: no kernel of the window comes
+before the first or behind the second, so that what is ordered against both is ordered against all. Auxiliary streams
+have joined compute before the second.
 """
 
 from __future__ import annotations
@@ -66,6 +71,12 @@ class Device(Protocol):
 
     def mark(self, name: str, layer: int | None = None) -> None:
         """Put a point of the host's program into the trace."""
+
+    def note_read(self, slot: str, layer: int) -> None:
+        """A read window of compute opens here, or closes: a `read` in the trace. See [Note: reads in a trace]."""
+
+    def stamp_trace(self) -> list[dict]:
+        """The trace once all work is done, each op with `t0` and `t1` in seconds of time.perf_counter."""
 
     def synchronize(self) -> None:
         """Wait for all work; counted. Raises what a piece of work raised."""

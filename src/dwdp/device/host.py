@@ -267,6 +267,18 @@ class HostDevice:
             op["name"] = name
             _stamp(op, time.perf_counter())
 
+    def note_read(self, slot: str, layer: int) -> None:
+        if self.trace is not None:
+            self.enqueue(self.compute, None, kind="read", slot=slot, layer=layer)
+
+    def stamp_trace(self) -> list[dict]:
+        """The trace, each op with `t0` and `t1`; waits for all work."""
+        if self.trace is None:
+            raise DwdpError("this device was made without a trace")
+        for ticket in [stream.record(None) for stream in self._streams]:
+            ticket.wait()
+        return self.trace
+
     def synchronize(self) -> None:
         self.synchronisations += 1
         self._wait_for_all()

@@ -69,12 +69,11 @@ class Kernels:
         *,
         compiler: Compiler = compile_cubin,
     ) -> None:
-        self.driver, self.device_index = driver, device_index
+        self.driver = driver
         self.capability = tuple(
             driver.attribute(f"COMPUTE_CAPABILITY_{part}", device_index) for part in ("MAJOR", "MINOR")
         )
         cubin = compiler(source, "sm_{}{}".format(*self.capability), options)
-        driver.use_device(device_index)
         self._module = driver("cuModuleLoadData", cubin, what="a cubin")
 
     def function(self, name: str, *, dynamic_bytes: int = 0) -> Any:
@@ -90,7 +89,6 @@ class Kernels:
         module, self._module = self._module, None
         if module is not None:
             try:
-                self.driver.use_device(self.device_index)
                 self.driver("cuModuleUnload", module)
             except Exception:
                 logger.exception("a kernel's module could not be unloaded")

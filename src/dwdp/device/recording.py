@@ -70,6 +70,13 @@ class RecordingDevice:
     def mark(self, name: str, layer: int | None = None) -> None:
         self._add(None, "mark", None, layer, None, name=name)
 
+    def note_read(self, slot: str, layer: int) -> None:
+        """Nothing: who drives this device says what is read, kernel by kernel."""
+
+    def stamp_trace(self) -> list[dict]:
+        """The ops; there is no time here."""
+        return self.ops
+
     def synchronize(self) -> None:
         self._add(None, "sync", None, None, None)
         self.synchronisations += 1

@@ -61,6 +61,7 @@ class RankExecutor:
     manager: object | None
     _stages: Stages
     exchange: object | None = None
+    _set_up_ops: int = 0  # of the trace
 
     def generate(self, items: Sequence[WorkItem], *, logits_sha256: bool = False) -> list[WorkResult]:
         """Completes the items; see SimpleLoop.generate."""
@@ -129,6 +130,15 @@ class RankExecutor:
             report["ledger"]["replicated_bytes"] = model_nbytes
             report["memory"] = held_bytes(self.domain, self.model.lm_head.weight.device, model_nbytes)
         return report
+
+    def trace(self) -> list[dict]:
+        """What the device was given to do since set-up, in host enqueue order: ops in the neutral form, with `t0` and
+        `t1` in seconds of the host's monotonic clock. Waits for the device. DwdpError where nothing is traced."""
+        from dwdp.errors import DwdpError
+
+        if self.device is None:
+            raise DwdpError(f"rank {self.rank} has no trace: DWDP is off, so that no weights move")
+        return self.device.stamp_trace()[self._set_up_ops :]
 
     def _expert_range(self) -> tuple[int, int] | None:
         """The experts whose rows this rank writes where expert DWDP is on; elsewhere all that its tables have."""
@@ -241,7 +251,8 @@ def build_rank(
     """Builds, loads and sets up one rank, in a process of its own or in a thread beside others.
 
     group: of all ranks, when `settings.has_group`; owned from now on, also when this fails.
-    copy_bytes_per_second: throttles the copies, for tests; trace: the device records what it does.
+    copy_bytes_per_second: throttles the copies, for tests; trace: the device records what it does, also where the
+    settings do not say so.
     Raises the first error, with everything taken back and the peers told.
     """
     stages = Stages()
@@ -250,7 +261,9 @@ def build_rank(
     try:
         if group is not None:
             group.announce()
-        return _build(settings, group, rank, progress or (lambda *_: None), copy_bytes_per_second, trace, stages)
+        return _build(
+            settings, group, rank, progress or (lambda *_: None), copy_bytes_per_second, trace or settings.trace, stages
+        )
     except BaseException as error:
         for group in stages.groups:
             _tell_peers(group, error)
@@ -306,7 +319,8 @@ def _build(settings, group, rank, progress, copy_bytes_per_second, trace, stages
     else:
         loop = LockstepLoop(model, manager, step=LockstepExperts(exchange, model.moe_layers()), **vocabulary)
         group.mark_setup_done()
-    return RankExecutor(rank, settings, model, loop, domain, device, manager, stages, exchange)
+    set_up_ops = len(device.trace) if device is not None and device.trace is not None else 0
+    return RankExecutor(rank, settings, model, loop, domain, device, manager, stages, exchange, set_up_ops)
 
 
 def _create_managers(settings, group, rank, options, stages: Stages):

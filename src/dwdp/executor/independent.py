@@ -25,11 +25,12 @@ def run_rank(
     params: SamplingParams,
     *,
     logits_sha256: bool = False,
-) -> tuple[list[tuple[int, RequestOutput]], list[dict]]:
+) -> tuple[list[tuple[int, RequestOutput]], list[dict], list[dict]]:
     """Completes this rank's share of the prompts, i mod N, and leaves the group with the others.
 
-    -> ((index among all prompts, answer) of its own, [its report]). Raises RankDiedError when a rank of the
-    group was lost on the way: this one could go on, but the run as a whole has failed.
+    -> ((index among all prompts, answer) of its own, [its report], [its trace] as `LLM.trace` gives it where one is
+    kept). Raises RankDiedError when a rank of the group was lost on the way: this one could go on, but the run as a
+    whole has failed.
     """
     import torch
 
@@ -54,12 +55,13 @@ def run_rank(
         mine = items[place.rank :: settings.ranks]
         results = executor.generate(mine, logits_sha256=logits_sha256)
         report = executor.report()
+        traces = [{"rank": place.rank, "ops": executor.trace()}] if settings.trace else []
     stop_when_a_rank_died()
     outputs = [
         (item.index, request_output(launch.tokenizer, texts[item.index], item, result, place.rank))
         for item, result in zip(mine, results)
     ]
-    return outputs, [report]
+    return outputs, [report], traces
 
 
 REFUSAL_SECONDS = 10.0

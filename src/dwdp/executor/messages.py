@@ -22,7 +22,8 @@ class RankSettings(msgspec.Struct, frozen=True, kw_only=True):
     threads are max(1, cores // ranks). store_host, store_port: where the group's TCPStore listens; port 0 for runs
     without a group. allow_shared_device: several ranks may be on one GPU.
     dense_sm_reserve: SMs that a standalone launch keeps free.
-    weights: the folder that a weight update has put in the place of `model`'s tensors.
+    weights: the folder that a weight update has put in the place of `model`'s tensors. trace: the device keeps what it
+    is given to do, with times.
     """
 
     model: str
@@ -41,6 +42,7 @@ class RankSettings(msgspec.Struct, frozen=True, kw_only=True):
     store_port: int = 0
     socket_dir: str | None = None
     weights: str | None = None
+    trace: bool = False
 
     @property
     def has_group(self) -> bool:
@@ -107,6 +109,10 @@ class Report(msgspec.Struct, tag=True, frozen=True):
     call: int
 
 
+class Trace(msgspec.Struct, tag=True, frozen=True):
+    call: int
+
+
 class Release(msgspec.Struct, tag=True, frozen=True):
     call: int
 
@@ -115,7 +121,7 @@ class Shutdown(msgspec.Struct, tag=True, frozen=True):
     call: int
 
 
-Command = Setup | Generate | Logits | UpdateWeights | MarkUnusable | Report | Release | Shutdown
+Command = Setup | Generate | Logits | UpdateWeights | MarkUnusable | Report | Trace | Release | Shutdown
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True):
@@ -159,6 +165,12 @@ class Reported(msgspec.Struct, tag=True, frozen=True):
     report: dict
 
 
+class Traced(msgspec.Struct, tag=True, frozen=True):
+    """The ops as JSON, a list, are in the next frame."""
+
+    call: int
+
+
 class Failed(msgspec.Struct, tag=True, frozen=True):
     """A command failed.
 
@@ -174,7 +186,7 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     echo: bool = False
 
 
-Event = Hello | Progress | Log | Done | Generated | LogitsReady | Reported | Failed
+Event = Hello | Progress | Log | Done | Generated | LogitsReady | Reported | Traced | Failed
 
 _encoder = msgspec.msgpack.Encoder()
 _commands = msgspec.msgpack.Decoder(Command)

@@ -89,6 +89,10 @@ class RankServer:
                 self.send(messages.Done(call))
             case messages.Report(call=call):
                 self.send(messages.Reported(call, self._report()))
+            case messages.Trace(call=call):
+                import msgspec
+
+                self.send(messages.Traced(call), msgspec.json.encode(self._ready().trace()))
             case messages.Release(call=call):
                 self._release()
                 self.send(messages.Done(call))

@@ -7,9 +7,11 @@ import logging
 import os
 import stat
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from dwdp import env
 from dwdp.config import files
@@ -45,6 +47,14 @@ class Launch:
     @property
     def ranks(self) -> int:
         return self.settings.ranks
+
+    def traced(self) -> Launch:
+        """The same, with a trace kept by every rank. ConfigError where no weights move, so that there is none."""
+        moves = self.settings.dwdp is not None or self.settings.dense_dwdp is not None
+        if not moves or self.ranks == 1:
+            why = "one rank holds everything" if self.ranks == 1 else "DWDP is off"
+            raise ConfigError(f"a trace was asked for, and no weights move: {why}")
+        return replace(self, settings=msgspec.structs.replace(self.settings, trace=True))
 
 
 def model_folder(model: str | os.PathLike, *, asked_by: str = "--model") -> Path:
@@ -158,7 +168,8 @@ def resolve(
     )
     for line in (_choices(config, mode, device, device_why), *notes, *lines):
         logger.info("%s", line)
-    for line in env.ineffective(environ):
+    transfer = config.dense_dwdp.copy if mode == "standalone" else config.dwdp and config.dwdp.transfer
+    for line in env.ineffective(environ, gather=transfer == "gather" and device == "cuda"):
         logger.warning("%s", line)
     return Launch(settings, model_config, partition, mode, tokenizer)
 

@@ -47,17 +47,44 @@ class DriverError(MemoryDomainError):
 class Driver:
     """`driver("cuMemCreate", ...)` calls it and returns what it returns behind its result, or raises.
 
-    api: what has the names of `cuda.bindings.driver`; None imports it. Raises MemoryDomainError where the package
-    or the driver's library is missing.
+    api: what has the names of `cuda.bindings.driver`; None imports it. device: of every call, see [Note: the current
+    context]; None makes no context, and is for questions only. Raises MemoryDomainError where the package or the
+    driver's library is missing.
+
+    [Note: the current context] A thread that has no context current, or another device's, can neither make nor give
+    back memory, events, streams and modules of a device. So every call made through here has the device's primary
+    context, which torch uses too, made current in the calling thread first; what ends in another thread than the one
+    that it began in is given back all the same.
     """
 
-    def __init__(self, api: Any = None) -> None:
+    def __init__(self, api: Any = None, device: int | None = None) -> None:
         self.api = _import_bindings() if api is None else api
-        self._contexts: dict[int, Any] = {}
-        self("cuInit", 0)
+        self.device, self._context = device, None
+        self._call("cuInit", 0)
 
     def __call__(self, name: str, *args: Any, what: str = "") -> Any:
         """what: the names and sizes that an error tells."""
+        if self.device is not None:
+            self.make_current()
+        return self._call(name, *args, what=what)
+
+    def make_current(self) -> None:
+        """See [Note: the current context]; for those who call `api` themselves."""
+        where = f"device {self.device}"
+        if self._context is None:
+            device = self._call("cuDeviceGet", self.device, what=where)
+            self._context = self._call("cuDevicePrimaryCtxRetain", device, what=where)
+        self._call("cuCtxSetCurrent", self._context, what=where)
+
+    def reached(self, event: Any, what: str = "") -> bool:
+        """Whether the work in front of an event's record is over; raises where that work, or the event, has failed."""
+        (result,) = self.api.cuEventQuery(event)
+        results = self.api.CUresult
+        if result not in (results.CUDA_SUCCESS, results.CUDA_ERROR_NOT_READY):
+            raise self.error("cuEventQuery", result, what)
+        return result == results.CUDA_SUCCESS
+
+    def _call(self, name: str, *args: Any, what: str = "") -> Any:
         try:
             result, *values = getattr(self.api, name)(*args)
         except (AttributeError, RuntimeError) as error:  # bindings raise RuntimeError for a missing symbol
@@ -75,14 +102,6 @@ class Driver:
         if what.startswith("FABRIC") and not name.endswith(("OUT_OF_MEMORY", "SYSTEM_NOT_READY")):
             cure = IMEX_CURE
         return DriverError(call, name, f"{call} failed with {name} ({int(result)}) for {what or 'this call'}; {cure}")
-
-    def use_device(self, index: int) -> None:
-        """Makes the primary context of device `index`, which torch uses too, current in the calling thread."""
-        context = self._contexts.get(index)
-        if context is None:
-            device = self("cuDeviceGet", index, what=f"device {index}")
-            context = self._contexts[index] = self("cuDevicePrimaryCtxRetain", device, what=f"device {index}")
-        self("cuCtxSetCurrent", context, what=f"device {index}")
 
     def device_uuid(self, index: int) -> str:
         """The device's identity on every host and under every CUDA_VISIBLE_DEVICES: GPU-xxxxxxxx-xxxx-..."""

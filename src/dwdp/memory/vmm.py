@@ -52,9 +52,8 @@ class CudaDomain(MemoryDomain):
     ) -> None:
         if handle_type != "auto" and handle_type not in HANDLE_TYPES:
             raise ValueError(f"handle_type is {handle_type!r}, not one of auto, {', '.join(HANDLE_TYPES)}")
-        self.driver = Driver(driver)
+        self.driver = Driver(driver, device_index)
         self.device_index = device_index
-        self.driver.use_device(device_index)
         self.uuid = self.driver.device_uuid(device_index)
         self.handle_type = None if handle_type == "auto" else handle_type
         self.forced_handle_type = self.handle_type
@@ -88,7 +87,6 @@ class CudaDomain(MemoryDomain):
     def free_bytes(self, size: int | None = None, *, held_bytes: int = 0, ranks_on_host: int = 1) -> int:
         """Bytes free on the device, read after torch's allocator has given back what it caches."""
         self.reclaim()
-        self.driver.use_device(self.device_index)
         free, _ = self.driver("cuMemGetInfo")
         return int(free)
 
@@ -113,7 +111,6 @@ class CudaDomain(MemoryDomain):
         self._check_open()
         self._check_size(nbytes, f"handle {what}")
         with self._lock:
-            self.driver.use_device(self.device_index)
             detail = f"{_word(handle_type)} handle {what} of {nbytes} bytes on rank {self.rank}"
             raw = self.driver("cuMemCreate", nbytes, self._properties(handle_type), 0, what=detail)
             self.allocated_bytes += nbytes
@@ -133,7 +130,6 @@ class CudaDomain(MemoryDomain):
             with self._lock:
                 if is_fd:
                     self.descriptor_budget.check(1, f"an imported handle of rank {self.rank}")
-                self.driver.use_device(self.device_index)
                 detail = f"{_word(handle_type)} handle of {nbytes} bytes imported on rank {self.rank}"
                 raw = self.driver(
                     "cuMemImportFromShareableHandle", exported, self._type(handle_type), what=detail
@@ -156,7 +152,6 @@ class CudaDomain(MemoryDomain):
             is_fd = handle.handle_type == POSIX_FD
             if is_fd:
                 self.descriptor_budget.check(1, f"the export of {handle.what} of rank {self.rank}")
-            self.driver.use_device(self.device_index)
             detail = f"{_word(handle.handle_type)} handle {handle.what} of {handle.nbytes} bytes on rank {self.rank}"
             exported = self.driver(
                 "cuMemExportToShareableHandle", handle.raw, self._type(handle.handle_type), 0, what=detail
@@ -191,7 +186,7 @@ class CudaDomain(MemoryDomain):
 
     def _release(self, handle: Handle) -> Exception | None:
         raw, handle.raw = handle.raw, None
-        return self._attempt(f"release of {handle.what}", self._call, "cuMemRelease", raw)
+        return self._attempt(f"release of {handle.what}", self.driver, "cuMemRelease", raw)
 
     def _num_areas(self, area: Range) -> int:
         return len(area.mappings)
@@ -201,17 +196,17 @@ class CudaDomain(MemoryDomain):
 
     def _reserve(self, nbytes: int) -> int:
         what = f"a range of {nbytes} bytes of rank {self.rank}"
-        return int(self._call("cuMemAddressReserve", nbytes, self.granularity, 0, 0, what=what))
+        return int(self.driver("cuMemAddressReserve", nbytes, self.granularity, 0, 0, what=what))
 
     def _map(self, area: Range, offset: int, handle: Handle, writable: bool) -> None:
         address, nbytes = area.address + offset, handle.nbytes
         what = f"handle {handle.what} of {nbytes} bytes at offset {offset} on rank {self.rank}"
-        self._call("cuMemMap", address, nbytes, 0, handle.raw, 0, what=what)
+        self.driver("cuMemMap", address, nbytes, 0, handle.raw, 0, what=what)
         try:
             if writable or not self._allow_reads(address, nbytes, what):
                 self._set_access(address, nbytes, "PROT_READWRITE", what)
         except BaseException:
-            self._attempt(f"unmap of {handle.what}", self._call, "cuMemUnmap", address, nbytes)
+            self._attempt(f"unmap of {handle.what}", self.driver, "cuMemUnmap", address, nbytes)
             raise
 
     def _allow_reads(self, address: int, nbytes: int, what: str) -> bool:
@@ -234,15 +229,15 @@ class CudaDomain(MemoryDomain):
         access.location.type = api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         access.location.id = self.device_index
         access.flags = getattr(api.CUmemAccess_flags, f"CU_MEM_ACCESS_FLAGS_{rights}")
-        self._call("cuMemSetAccess", address, nbytes, [access], 1, what=f"{what}, {rights}")
+        self.driver("cuMemSetAccess", address, nbytes, [access], 1, what=f"{what}, {rights}")
 
     def _unmap(self, mapping: Mapping) -> None:
-        self._call("cuMemUnmap", mapping.address, mapping.nbytes, what=f"handle {mapping.handle.what}")
+        self.driver("cuMemUnmap", mapping.address, mapping.nbytes, what=f"handle {mapping.handle.what}")
 
     def _clear(self, area: Range, mappings: list[Mapping]) -> Exception | None:
         # What torch was given to do with tensors over the range may not be over, and would fault behind the unmap.
         try:
-            self._call("cuCtxSynchronize")
+            self.driver("cuCtxSynchronize")
         except DriverError:
             pass  # work has failed: whoever waits for it is told, and the memory goes all the same
         errors = [self._attempt(f"unmap of {mapping.handle.what}", self._unmap, mapping) for mapping in mappings]
@@ -253,7 +248,7 @@ class CudaDomain(MemoryDomain):
         return self._clear(area, mappings) or self._free_cleared(area)
 
     def _free_cleared(self, area: Range) -> Exception | None:
-        return self._attempt("release of a range", self._call, "cuMemAddressFree", area.address, area.nbytes)
+        return self._attempt("release of a range", self.driver, "cuMemAddressFree", area.address, area.nbytes)
 
     def _bytes(self, address: int, nbytes: int, hold: Hold) -> torch.Tensor:
         import torch
@@ -269,24 +264,19 @@ class CudaDomain(MemoryDomain):
 
     def _probe(self, mapping: Mapping) -> int:
         """The first and the last byte, see [Note: rights on CUDA]; a writable one is written back as it is."""
-        self.driver.use_device(self.device_index)
         byte, handle = ctypes.addressof(self._byte), mapping.handle
         for at in (0, mapping.nbytes - 1):
             what = (
                 f"byte {at} of handle {handle.what} of {handle.nbytes} bytes, mapped "
                 f"{'writable' if mapping.writable else 'read-only'} at offset {mapping.offset} on rank {self.rank}"
             )
-            self._call("cuMemcpyDtoH", byte, mapping.address + at, 1, what=what)
+            self.driver("cuMemcpyDtoH", byte, mapping.address + at, 1, what=what)
             if mapping.writable:
-                self._call("cuMemcpyHtoD", mapping.address + at, byte, 1, what=what)
+                self.driver("cuMemcpyHtoD", mapping.address + at, byte, 1, what=what)
         return 2
 
     def _close_descriptor(self, fd: int) -> None:
         os.close(fd)
-
-    def _call(self, name: str, *args: Any, what: str = "") -> Any:
-        self.driver.use_device(self.device_index)
-        return self.driver(name, *args, what=what)
 
 
 class DeviceBytes:

@@ -18,6 +18,8 @@ from dwdp.weights.plan import CopyPlan
 
 logger = logging.getLogger(__name__)
 
+_LAST_READS = {"H2": "A", "H3": "D"}  # hook -> the segment whose window it closes
+
 
 class DenseRuntime:
     """Hooks H0 to H3 of one rank over its schedule, its copy plans and a device.
@@ -127,8 +129,18 @@ class DenseRuntime:
             return None
         self.device.mark(name, layer=pos)
         hook = getattr(self.schedule, name.lower())
+        if name in _LAST_READS:
+            self._trace_read(pos, _LAST_READS[name])
         self._run(hook() if pos is None else hook(pos))
+        if name == "H1":
+            self._trace_read(pos, "AD")
         return pos
+
+    def _trace_read(self, pos: int, segments: str) -> None:
+        """See [Note: reads in a trace]."""
+        for slot in self.schedule.slots_of(pos):
+            if slot[0] in segments and self.schedule.slots[slot].holder == pos:
+                self.device.note_read(slot, pos)
 
     # ---- checks; see watchdog.py ----
 

@@ -109,11 +109,13 @@ class ExpertRuntime:
         self._check_running()
         self.device.mark("bind", pos)
         self._perform(self.schedule.bind(pos))
+        self._trace_read(pos)
 
     def finish(self, pos: int) -> None:
         """After every kernel of layer `pos`, auxiliary streams joined into compute; once per layer."""
         self._check_running()
         self.device.mark("finish", pos)
+        self._trace_read(pos)
         if pos == self.num_layers - 1:
             self._count_forward()
         self._perform(self.schedule.finish(pos))
@@ -123,6 +125,11 @@ class ExpertRuntime:
         if self.schedule is not None:
             self.device.mark("invalidate")
             self.schedule.invalidate()
+
+    def _trace_read(self, pos: int) -> None:
+        """See [Note: reads in a trace]."""
+        if self.schedule.bound == pos:
+            self.device.note_read(self._names[self.schedule.slot(pos)], pos)
 
     # One method per action of the schedule.
 

@@ -14,7 +14,7 @@ from dwdp.errors import DwdpError, ModelReleasedError
 from dwdp.partition.experts import ExpertPartition
 from dwdp.runtime.counters import Counters
 from dwdp.runtime.dense_manager import DenseDwdpManager, current_dense_manager, refuse_weight_change
-from dwdp.runtime.sm_reserve import drop_reserve, reserve_sms
+from dwdp.runtime.sm_reserve import cooperative_launches, drop_reserve, reserve_sms, reserved_sms
 from dwdp.runtime.teardown import attempt, give_back
 from dwdp.weights.mover import mover_of
 from dwdp.weights.transfers import Transfer
@@ -62,8 +62,12 @@ class DwdpManager:
     def __enter__(self) -> DwdpManager:
         if self.dense is not None:
             self.dense.register()
-        # One reserve for both: dense copies use the same transfer.
-        reserve_sms(self.config.sm_reserve, self._gather_sms)
+        try:
+            # One reserve for both: dense copies use the same transfer.
+            reserve_sms(self.config.sm_reserve, self._gather_sms)
+        except BaseException as error:
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
         return self
 
     def __exit__(self, kind, error, trace) -> None:
@@ -323,7 +327,8 @@ class DwdpManager:
         """What an operator looks at first, as JSON has it.
 
         `dead_ranks`: peers that died; this rank serves on, and no set-up can follow. `dense`: committed, abandoned,
-        off, ..., with its problem. `last_verified_forward`, `verification_error`: of the checks beside forwards.
+        off, ..., with its problem. `reserved_sms`, `cooperative_launches`: what compute is left beside a gather.
+        `last_verified_forward`, `verification_error`: of the checks beside forwards.
         """
         dense = self.report["dense"] if self.report else {}
         error = self.verification_error
@@ -332,6 +337,8 @@ class DwdpManager:
             "dense": dense.get("status"),
             "dense_problem": dense.get("problem"),
             "transfer": str(self.transfer),
+            "reserved_sms": reserved_sms(),
+            "cooperative_launches": cooperative_launches(),
             "last_verified_forward": None if self.experts is None else self.experts.verified_forward,
             "verification_error": None if error is None else str(error),
         }

@@ -60,7 +60,11 @@ class StandaloneDenseManager(DenseDwdpManager):
 
     def __enter__(self) -> StandaloneDenseManager:
         self.register()
-        reserve_sms(self._sm_reserve, mover_of(self.domain).gather_sms() if self.transfer.name == "gather" else 0)
+        try:
+            reserve_sms(self._sm_reserve, mover_of(self.domain).gather_sms() if self.transfer.name == "gather" else 0)
+        except BaseException as error:
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
         return self
 
     def __exit__(self, kind, error, trace) -> None:

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from dwdp.errors import MemoryBudgetError, PrefetchRingMemoryError, RequestError
+from dwdp.errors import ConfigError, MemoryBudgetError, PrefetchRingMemoryError, RequestError
 from dwdp.group.parent import leave_nothing
 
 # typer's own copy of click is private; its usage errors are the parent of the public BadParameter
@@ -72,6 +72,10 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="A text that ends a completion.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end token.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Folder for the timeline of each rank's streams: rankK.json, rankK.chrome.json."),
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No logs and no progress bars.")] = False,
 ) -> None:
     """Complete prompts with N ranks, or as one of N independent processes (DWDP_RANK and its pair)."""
@@ -93,7 +97,7 @@ def generate(
     from dwdp.executor.settings import launch_fields
 
     fields = launch_fields(model, config, {name: value for name, value in given.items() if value is not None})
-    document = _run(fields, prompts, params, hashed=as_json, quiet=quiet)
+    document = _run(fields, prompts, params, hashed=as_json, quiet=quiet, trace=trace)
     if as_json:
         # in one write: the processes of a launcher share their stdout
         sys.stdout.write(json.dumps(document) + "\n")
@@ -102,8 +106,9 @@ def generate(
         print(output["text"] if len(prompts) == 1 else f"[{output['index']}] {output['text']}")
 
 
-def _run(fields: dict, prompts: list[str], params, *, hashed: bool, quiet: bool) -> dict:
-    """The document of `--json`, from ranks that are started here or from this process's own rank."""
+def _run(fields: dict, prompts: list[str], params, *, hashed: bool, quiet: bool, trace: Path | None) -> dict:
+    """The document of `--json`, from ranks that are started here or from this process's own rank. trace: folder of
+    the timelines."""
     from dwdp import env
     from dwdp.config.files import asked_ranks
     from dwdp.executor.prompts import prepare
@@ -114,6 +119,9 @@ def _run(fields: dict, prompts: list[str], params, *, hashed: bool, quiet: bool)
     place = env.discover_rank(ranks)
     try:
         launch = resolve(**fields)
+        if trace is not None:
+            launch = launch.traced()
+            _make_folder(trace)
         prepare(launch, prompts, params)  # what is refused here needs no rank
     except Exception as error:
         if place is not None and not fields.get("replicated"):
@@ -124,12 +132,26 @@ def _run(fields: dict, prompts: list[str], params, *, hashed: bool, quiet: bool)
     if place is not None:
         from dwdp.executor.independent import run_rank
 
-        return document(launch, *run_rank(launch, place, prompts, params, logits_sha256=hashed))
-    from dwdp.llm import LLM
+        outputs, reports, traces = run_rank(launch, place, prompts, params, logits_sha256=hashed)
+    else:
+        from dwdp.llm import LLM
 
-    with LLM.from_launch(launch, quiet=quiet) as llm:
-        outputs = llm.generate(prompts, params, logits_sha256=hashed)
-        return document(launch, list(enumerate(outputs)), llm.report())
+        with LLM.from_launch(launch, quiet=quiet, trace=trace is not None) as llm:
+            outputs = list(enumerate(llm.generate(prompts, params, logits_sha256=hashed)))
+            reports, traces = llm.report(), llm.trace() if trace is not None else []
+    if trace is not None:
+        from dwdp.tools.trace import write_traces
+
+        write_traces(trace, traces)
+    return document(launch, outputs, reports)
+
+
+def _make_folder(path: Path) -> None:
+    """For what is written at the end: a folder that cannot be made is refused at the start."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--trace {path} cannot be a folder: {error.strerror}") from None
 
 
 def document(launch, outputs: list[tuple[int, object]], reports: list[dict]) -> dict:

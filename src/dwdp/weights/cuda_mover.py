@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 from collections.abc import Callable, Sequence
@@ -96,7 +97,6 @@ class CudaMover:
         return buffer.raw
 
     def settle(self) -> None:
-        self._driver.use_device(self._domain.device_index)
         self._driver("cuCtxSynchronize")
 
     def _now(self, submission: Any) -> None:
@@ -105,8 +105,13 @@ class CudaMover:
         if self._stream is None:  # a batch does not go to the default stream
             flag = int(self._driver.api.CUstream_flags.CU_STREAM_NON_BLOCKING)
             self._stream = self._driver("cuStreamCreateWithPriority", flag, 0)
-        submission.submit(self._stream)
-        self._driver("cuStreamSynchronize", self._stream)
+        try:
+            submission.submit(self._stream)
+            self._driver("cuStreamSynchronize", self._stream)
+        except BaseException:
+            with contextlib.suppress(Exception):  # what the failed step began must not outlive what it reads
+                self._driver("cuCtxSynchronize")
+            raise
 
     # ---- kernels ----
 
@@ -215,8 +220,7 @@ class CudaCheck:
 
     def poll(self) -> bool:
         if self._pending:
-            (result,) = self._driver.api.cuEventQuery(self._event)
-            if result != self._driver.api.CUresult.CUDA_SUCCESS:
+            if not self._driver.reached(self._event, "a check"):
                 return False
             self._pending = False
             self._judge(self._sums.fetched())
