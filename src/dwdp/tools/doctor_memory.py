@@ -197,14 +197,12 @@ class CudaMemory:
         return None  # this process does not see it; the mapping itself tells
 
     def write(self, area: Any, data: numpy.ndarray) -> None:
-        self.driver.use_device(self.index)
         self.driver("cuMemcpyHtoD", area.address, data.ctypes.data, len(data), what=f"{len(data)} bytes")
 
     def read(self, area: Any, nbytes: int) -> numpy.ndarray:
         import numpy
 
         data = numpy.empty(nbytes, dtype=numpy.uint8)
-        self.driver.use_device(self.index)
         self.driver("cuMemcpyDtoH", data.ctypes.data, area.address, nbytes, what=f"{nbytes} bytes")
         return data
 
@@ -236,7 +234,6 @@ class CudaMemory:
     def _open_lanes(self, count: int) -> None:
         """A stream a lane, and two events more than other lanes need."""
         api = self.driver.api
-        self.driver.use_device(self.index)
         while len(self._streams) < count:
             flag = int(api.CUstream_flags.CU_STREAM_NON_BLOCKING)
             self._streams.append(self.driver("cuStreamCreateWithPriority", flag, 0))
