@@ -6,7 +6,11 @@ import gc
 import logging
 from pathlib import Path
 
+import hypothesis
 import pytest
+
+hypothesis.settings.register_profile("any machine", deadline=None)  # a busy one is no failure
+hypothesis.settings.load_profile("any machine")
 
 
 @pytest.fixture(autouse=True)

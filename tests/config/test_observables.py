@@ -76,8 +76,9 @@ def test_a_new_field_a_new_switch_and_a_removed_one_are_listed_and_the_command_f
     assert observables.main(["--check"]) == 0
     section = create_model("DwdpConfig", __base__=DwdpConfig, new_field=(int, 0))
     larger = create_model("ServeConfig", __base__=ServeConfig, extra=(bool, False), dwdp=(section | None, None))
-    monkeypatch.setitem(env.SWITCHES, "DWDP_NEW", env.Switch("DWDP_NEW", None, "something new", str, "anything"))
-    monkeypatch.delitem(env.SWITCHES, "DWDP_RANK")
+    switches = env.SWITCHES | {"DWDP_NEW": env.Switch("DWDP_NEW", None, "something new", str, "anything")}
+    del switches["DWDP_RANK"]
+    monkeypatch.setattr(env, "SWITCHES", switches)  # another dict: the order of the real one is told to users
     assert observables.main(["--check"], larger) == 1
     named = {line.split(":")[0] for line in capsys.readouterr().err.splitlines()}
     assert named == {"extra", "dwdp.new_field", "DWDP_NEW", "DWDP_RANK"}

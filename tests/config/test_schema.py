@@ -143,7 +143,7 @@ VALUES = st.one_of(
 
 
 @pytest.mark.parametrize("model", [DwdpConfig, DenseConfig, ServeConfig])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_model_and_schema_agree_on_random_sections(model, data):
     keys = st.sampled_from([*model.model_fields, "else"])

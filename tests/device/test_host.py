@@ -270,12 +270,14 @@ def nearest(expected, measure):
     return min((measure() for _ in range(4)), key=lambda seconds: abs(seconds - expected))
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("sizes", [[10_000_000] * 8, [100_000] * 800, [79_000_000, 1_000_000]])
 def test_throttled_copies_take_what_the_link_would_within_five_percent(sizes):
     with HostDevice(copy_bytes_per_second=400e6) as device:
         assert nearest(0.2, lambda: seconds_of(device, sizes)) == pytest.approx(0.2, rel=0.05)
 
 
+@pytest.mark.alone
 def test_throttle_counts_the_copying_itself_and_starts_anew_after_a_pause():
     with HostDevice(copy_bytes_per_second=100e6) as device:
         device.enqueue(device.copy, lambda: None, nbytes=1_000_000)

@@ -8,6 +8,7 @@ import threading
 import time
 
 import pytest
+import torch.distributed as dist
 
 from dwdp.errors import GroupError, GroupTimeoutError, RankDiedError
 from dwdp.group.backends import StoreGroup, connect_store, host_store
@@ -152,3 +153,27 @@ def test_a_store_that_never_answers_ends_the_wait_once_its_host_is_known_to_be_d
             client.call("check", ["key"], deadline=Deadline(20, "x"))
         assert time.monotonic() - start < 2
         client.close()
+
+
+def test_an_abort_behind_a_collective_leaves_the_slower_rank_its_outcome_and_ends_the_next():
+    """Fails when every abort that is found ends the collective under way: then the verdicts of the ranks differ."""
+    store, aborted = dist.HashStore(), threading.Event()
+
+    class Slow(StoreGroup):
+        def _raise_if_aborted(self, *args):
+            assert aborted.wait(10)  # the other rank has read all, failed, and said so
+            super()._raise_if_aborted(*args)
+
+    fast, slow = StoreGroup(store, 0, 2, timeout_seconds=20), Slow(store, 1, 2, timeout_seconds=20)
+    found: list[list[bytes]] = []
+    thread = threading.Thread(target=lambda: found.append(slow.allgather("verdict", b"1")))
+    thread.start()
+    assert fast.allgather("verdict", b"0") == [b"0", b"1"]
+    fast.abort("what all have read is bad")
+    aborted.set()
+    thread.join(10)
+    assert found == [[b"0", b"1"]]
+    with pytest.raises(GroupError, match="rank 0 aborted the group .*: what all have read is bad"):
+        slow.allgather("next", b"")
+    for group in (fast, slow):
+        group.close()

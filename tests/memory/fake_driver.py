@@ -618,32 +618,25 @@ class FakeDriver:
     def _kernel_row_checksums(self, arguments, grid, block):
         from dwdp.memory.checksum import checksum
 
-        rows, count = ctypes.c_void_p.from_address(arguments[0]).value, ctypes.c_int.from_address(arguments[1]).value
-        sums = ctypes.c_void_p.from_address(arguments[2]).value
-        if grid != count * ctypes.c_int.from_address(arguments[3]).value:
-            return None
-
-        def work():
-            for i in range(count):
-                address, nbytes = (ctypes.c_longlong * 2).from_address(rows + 16 * i)
-                ctypes.c_ulonglong.from_address(sums + 8 * i).value = checksum(address, nbytes)
-
-        return work
+        return self._over_rows(arguments, grid, 2, checksum)
 
     def _kernel_first_differences(self, arguments, grid, block):
         from dwdp.weights.copy import first_difference
 
-        pairs, count = ctypes.c_void_p.from_address(arguments[0]).value, ctypes.c_int.from_address(arguments[1]).value
-        firsts = ctypes.c_void_p.from_address(arguments[2]).value
-        if grid != count * ctypes.c_int.from_address(arguments[3]).value:
+        return self._over_rows(arguments, grid, 3, first_difference)
+
+    def _over_rows(self, arguments, grid, columns, result_of):
+        """The work of a kernel on rows of so many numbers; a row without a result keeps what is in its place."""
+        rows, results = (ctypes.c_void_p.from_address(arguments[i]).value for i in (0, 2))
+        count, parts = (ctypes.c_int.from_address(arguments[i]).value for i in (1, 3))
+        if grid != count * parts:
             return None
 
         def work():
             for i in range(count):
-                left, right, nbytes = (ctypes.c_longlong * 3).from_address(pairs + 24 * i)
-                at = first_difference(left, right, nbytes)
-                if at is not None:
-                    ctypes.c_ulonglong.from_address(firsts + 8 * i).value = at
+                result = result_of(*(ctypes.c_longlong * columns).from_address(rows + 8 * columns * i))
+                if result is not None:
+                    ctypes.c_ulonglong.from_address(results + 8 * i).value = result
 
         return work
 

@@ -184,7 +184,7 @@ def test_an_expert_or_rank_that_is_not_there_is_refused():
             got.remote_runs(bad)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.integers(1, 60), st.integers(0, 9), st.integers(1, 9), st.integers(1, 50))
 def test_geometry_is_the_smallest_set_of_whole_granules_with_the_rows(b, start, count, g):
     end = start + count

@@ -193,7 +193,7 @@ steps = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(layers=st.integers(1, 9), slots=st.integers(2, 4), forwards=steps)
 def test_any_abort_is_recovered_and_no_open_slot_is_overwritten(layers, slots, forwards):
     schedule = PrefetchSchedule(layers, slots)

@@ -111,3 +111,13 @@ def alive(pid: int) -> bool:
 
 def whats(document: dict) -> list[str]:
     return [problem["what"] for problem in document["problems"]]
+
+
+def check_wrong_byte(document: dict) -> None:
+    """Of `wrong_byte` between two ranks: the pair, the byte and the cure are told, and no other pair is."""
+    assert {(pair["source"], pair["target"]): pair["bytes_ok"] for pair in document["pairs"]} == {
+        (0, 1): False, (1, 0): True,
+    }  # fmt: skip
+    (problem,) = document["problems"]
+    assert problem["what"].startswith("the copy of rank 0's memory in rank 1 differs from byte 262,143 of 262,144 on")
+    assert "the mapping reads right" in problem["what"] and "IOMMU" in problem["cure"]

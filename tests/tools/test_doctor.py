@@ -20,7 +20,7 @@ from dwdp.env import child_environment
 from dwdp.model.config import ModelConfig
 from dwdp.tools import doctor, doctor_run, plan
 from dwdp.tools.cli import run
-from tests.tools.doctor_runs import SMALL, alive, examine, faulty, whats
+from tests.tools.doctor_runs import SMALL, alive, check_wrong_byte, examine, faulty, whats
 
 
 def test_a_healthy_machine_has_every_pair_right_and_no_problem(tmp_path, monkeypatch):
@@ -81,12 +81,7 @@ def test_ranks_with_different_socket_folders_are_named(tmp_path, monkeypatch):
 def test_a_wrong_byte_is_found_in_its_pair_only_and_a_refused_fallback_is_but_a_note(tmp_path, monkeypatch):
     plant = "seams = copying_with(wrong_byte, host) | {'take': refused}"
     document = examine(tmp_path, monkeypatch, 2, probe=faulty(plant))
-    assert {(pair["source"], pair["target"]): pair["bytes_ok"] for pair in document["pairs"]} == {
-        (0, 1): False, (1, 0): True,
-    }  # fmt: skip
-    (problem,) = document["problems"]
-    assert problem["what"].startswith("the copy of rank 0's memory in rank 1 differs from byte 262,143 of 262,144 on")
-    assert "the mapping reads right" in problem["what"] and "IOMMU" in problem["cure"]
+    check_wrong_byte(document)
     passing = document["descriptor_passing"]
     assert passing["used"] == "scm_rights" and passing["pidfd_getfd"]["works"] is False
     assert any("not needed" in note and "Operation not permitted" in note for note in document["notes"])

@@ -34,7 +34,7 @@ def test_values_do_not_change_between_versions():
     assert checksum_of(np.arange(10, dtype=np.uint8)) == by_definition(bytes(range(10))) == 0xBB474A1E76B07A72
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.integers(1, 400), st.integers(0, 399), st.integers(1, 255))
 def test_one_changed_byte_shows(n, at, change):
     data = random_bytes(n)
@@ -43,7 +43,7 @@ def test_one_changed_byte_shows(n, at, change):
     assert checksum_of(changed) != checksum_of(data)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.integers(0, 99), st.integers(0, 99), st.integers(0, 1 << 32), st.integers(0, 1 << 32))
 def test_two_words_that_change_places_show(i, j, first, second):
     words = np.zeros(100, dtype=np.uint32)

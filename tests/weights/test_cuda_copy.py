@@ -239,7 +239,7 @@ SLICES = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(SLICES, st.integers(1, 24))
 def test_units_and_edges_cover_every_byte_once_and_units_are_aligned(parts, num_ctas):
     """Fails when a head, a tail or a last unit is dropped or one is too long."""

@@ -147,3 +147,39 @@ class DeviceTable:
                 self._driver("cuMemFree", address)
             except Exception:
                 logger.exception("a table of %d bytes in device memory could not be freed", self.nbytes)
+
+
+class TableLaunch:
+    """A launch over tables that lie in device memory until `close()`: the base of the prepared kernels.
+
+    tables: contiguous NumPy arrays. prepare: makes the launch from the tables' addresses, None where there is nothing
+    to do. A step that fails gives back what the ones before it took.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        tables: Sequence[Any],
+        prepare: Callable[[list[ctypes.c_void_p]], Launch | None],
+    ) -> None:
+        self._tables: list[DeviceTable] = []
+        self._launch: Launch | None = None
+        try:
+            for table in tables:
+                self._tables.append(DeviceTable(driver, table))
+            self._launch = prepare([ctypes.c_void_p(table.address) for table in self._tables])
+        except BaseException:
+            self.close()
+            raise
+
+    def submit(self, stream: Any) -> None:
+        """stream: the driver's stream, in whose order the kernel runs."""
+        if self._launch is not None:
+            self._launch.submit(stream)
+
+    def close(self) -> None:
+        """Gives the tables back; no launch may be in flight. Idempotent."""
+        self._launch = None
+        tables, self._tables = self._tables, []
+        for table in tables:
+            table.close()

@@ -111,7 +111,7 @@ class StoreGroup(Group):
         gone_since: dict[int, float] = {}
         pause, next_progress, next_look = FIRST_PAUSE_SECONDS, PROGRESS_SECONDS, LOOK_SECONDS
         while not self._store.call("check", [keys[rank] for rank in wanted], deadline=deadline):
-            self._raise_if_aborted(deadline)
+            self._raise_if_aborted(deadline, post)
             for rank in sorted(self._gone.intersection(wanted)):
                 now = time.monotonic()
                 if now - gone_since.setdefault(rank, now) < LAST_MESSAGE_SECONDS:
@@ -135,7 +135,7 @@ class StoreGroup(Group):
             time.sleep(min(pause, deadline.remaining))
             pause = min(pause * 1.5, LONGEST_PAUSE_SECONDS)
         # Also now: the last rank to come finds everything there, and the others may have given it up before.
-        self._raise_if_aborted(deadline)
+        self._raise_if_aborted(deadline, post)
         return wanted
 
     def _missing(self, keys: list[str], wanted: list[int], deadline: Deadline) -> list[int]:

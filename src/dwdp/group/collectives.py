@@ -34,6 +34,7 @@ class Collectives(ABC):
         self._busy = threading.Lock()
         self._phase = "setup"
         self._number = 0
+        self._completed = -1  # the last collective that this rank came through
         self._aborted: Abort | None = None
         self._closed = False
 
@@ -112,6 +113,7 @@ class Collectives(ABC):
             self._number += 1
             posts = self._collect(post, deadline, skip_gone)
             self._check_tags(post, posts)
+            self._completed = post.number
             return posts
         except RankDiedError as error:
             self._note_death(error.rank)
@@ -164,8 +166,8 @@ class Collectives(ABC):
 
     def _set_aborted(self, abort: Abort) -> None:
         if self._aborted is None:
-            self._aborted = abort
-            self._publish(abort)
+            self._aborted = msgspec.structs.replace(abort, completed=self._completed)
+            self._publish(self._aborted)
 
     def abort(self, reason: str | BaseException) -> None:
         """Makes the group unusable: peers that wait in a collective, now or later, raise naming this rank.
@@ -181,9 +183,10 @@ class Collectives(ABC):
             text = reason if isinstance(reason, str) else describe(reason)
             self._set_aborted(Abort("failed", self.rank, text))
 
-    def _raise_if_aborted(self, deadline: Deadline) -> None:
+    def _raise_if_aborted(self, deadline: Deadline, post: Post | None = None) -> None:
+        """post: of the collective that is under way; an abort behind it leaves it alone, see `Abort`."""
         abort = self._find_abort(deadline)
-        if abort is not None:
+        if abort is not None and (post is None or abort.completed < post.number):
             # Not published again: it is there already.
             self._aborted = self._aborted or abort
             raise abort.error(self.name)

@@ -338,7 +338,7 @@ class Group(Collectives):
         self.barrier("setup done")
         if self._phase == "serving":
             return  # numbers start once in a key space
-        self._phase, self._number = "serving", 0
+        self._phase, self._number, self._completed = "serving", 0, -1
         self._refuse_late_joiners(Deadline(self.timeout_seconds, "setup done"))
 
     def close(self) -> None:

@@ -246,7 +246,7 @@ class MpiGroup(Group):
         gone_since: dict[int, float] = {}
         patience = _Patience(self, post, deadline)
         while True:
-            self._raise_if_aborted(deadline)
+            self._raise_if_aborted(deadline, post)
             for rank in list(wanted):
                 posts[rank] = self._take(rank, post.number)
                 if posts[rank] is not None:

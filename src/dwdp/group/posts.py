@@ -46,11 +46,14 @@ class Abort(msgspec.Struct, frozen=True):
     """Why a group is unusable. rank: who failed or died, None when a process outside says so.
 
     kind: `failed`, `mismatch`, `timeout` or `died`; it decides the exception that the others raise.
+    completed: number of the last collective that the rank which says so had come through. Everybody had handed in that
+        one, so a slower rank comes through it too, with the same outcome, and raises in the next.
     """
 
     kind: str
     rank: int | None
     text: str
+    completed: int = -1
 
     def error(self, group: str) -> GroupError:
         if self.kind == "died":

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dwdp.device.nvrtc import Compiler, DeviceTable, Kernels, Launch, compile_cubin
+from dwdp.device.nvrtc import Compiler, Kernels, Launch, TableLaunch, compile_cubin
 from dwdp.memory.checksum import FACTOR, LENGTH
 from dwdp.memory.driver import Driver
 
@@ -78,23 +78,46 @@ row_checksums(const Row* rows, int num_rows, u64* sums, int parts) {
 """
 
 
-class ChecksumKernel:
-    """The compiled kernel of one device; `close()` unloads it, idempotent."""
+class RowKernel:
+    """A compiled kernel that works on many rows of device memory, some CTAs on each; `close()` unloads it, idempotent.
+
+    Its parameters are a table of rows, their number, a table of one result a row, and the CTAs of a row.
+    """
+
+    SOURCE: str
+    OPTIONS: tuple[str, ...] = ()
+    NAME: str
 
     def __init__(self, driver: Driver, device_index: int, *, compiler: Compiler = compile_cubin) -> None:
         self.driver = driver
-        self._kernels = Kernels(driver, device_index, SOURCE, OPTIONS, compiler=compiler)
+        self._kernels = Kernels(driver, device_index, self.SOURCE, self.OPTIONS, compiler=compiler)
         try:
-            self.function = self._kernels.function("row_checksums")
+            self._function = self._kernels.function(self.NAME)
         except BaseException:
             self.close()
             raise
+
+    def launch(self, addresses: Sequence[ctypes.c_void_p], lengths: Any) -> Launch | None:
+        """addresses: of the rows' and the results' table; lengths: bytes of each row, an array."""
+        count = len(lengths)
+        if not count:
+            return None
+        parts = min(MAX_PARTS, max(1, int(lengths.max()) // BYTES_PER_CTA))
+        rows, results = addresses
+        arguments = [rows, ctypes.c_int(count), results, ctypes.c_int(parts)]
+        return Launch(self.driver, self._function, count * parts, THREADS, 0, arguments)
 
     def close(self) -> None:
         self._kernels.close()
 
 
-class DeviceChecksums:
+class ChecksumKernel(RowKernel):
+    """Adds rows up."""
+
+    SOURCE, OPTIONS, NAME = SOURCE, OPTIONS, "row_checksums"
+
+
+class DeviceChecksums(TableLaunch):
     """The checksums of many rows, prepared: `submit(stream)` computes them, `read()` fetches the last ones.
 
     rows: (address, nbytes) each, in device memory that this device may read. fetched: every submission also brings
@@ -104,24 +127,16 @@ class DeviceChecksums:
     def __init__(self, kernel: ChecksumKernel, rows: Sequence[tuple[int, int]], *, fetched: bool = False) -> None:
         driver = self._driver = kernel.driver
         self._sums = np.zeros(len(rows), dtype=np.uint64)
-        self._launch: Launch | None = None
-        self._tables: list[DeviceTable] = []
         self._pinned = 0  # address of host memory that the device writes without the host's help
-        try:
-            table = np.array(rows, dtype=np.int64).reshape(-1, 2)
-            self._tables = [DeviceTable(driver, table)]
-            self._tables.append(DeviceTable(driver, self._sums))
-            if len(rows):
-                largest = int(table[:, 1].max())
-                parts = min(MAX_PARTS, max(1, largest // BYTES_PER_CTA))
-                addresses = [ctypes.c_void_p(t.address) for t in self._tables]
-                arguments = [addresses[0], ctypes.c_int(len(rows)), addresses[1], ctypes.c_int(parts)]
-                self._launch = Launch(driver, kernel.function, len(rows) * parts, THREADS, 0, arguments)
-                if fetched:
-                    self._pinned = int(driver("cuMemHostAlloc", self._sums.nbytes, 0, what="checksums"))
-        except BaseException:
-            self.close()
-            raise
+        table = np.array(rows, dtype=np.int64).reshape(-1, 2)
+
+        def prepare(addresses: list[ctypes.c_void_p]) -> Launch | None:
+            launch = kernel.launch(addresses, table[:, 1])
+            if launch is not None and fetched:
+                self._pinned = int(driver("cuMemHostAlloc", self._sums.nbytes, 0, what="checksums"))
+            return launch
+
+        super().__init__(driver, (table, self._sums), prepare)
 
     def submit(self, stream: Any) -> None:
         """Enqueues the computation behind what is on the driver's stream."""
@@ -145,11 +160,7 @@ class DeviceChecksums:
         return self._sums.tolist()
 
     def close(self) -> None:
-        """Gives the tables back; nothing may be in flight. Idempotent."""
-        self._launch = None
-        tables, self._tables = self._tables, []
-        for table in tables:
-            table.close()
+        super().close()
         pinned, self._pinned = self._pinned, 0
         if pinned:
             try:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
-from dwdp.device.nvrtc import Compiler, DeviceTable, Kernels, Launch, compile_cubin
-from dwdp.memory.driver import Driver
-from dwdp.weights.cuda_checksum import BYTES_PER_CTA, MAX_PARTS, THREADS
+from dwdp.device.nvrtc import TableLaunch
+from dwdp.weights.cuda_checksum import RowKernel
 
 NONE = (1 << 64) - 1  # no byte differs
 
@@ -58,59 +55,25 @@ first_differences(const Pair* pairs, int num_pairs, u64* firsts, int parts) {
 """
 
 
-class CompareKernel:
-    """The compiled kernel of one device; `close()` unloads it, idempotent."""
+class CompareKernel(RowKernel):
+    """Finds the first byte in which the halves of a pair differ."""
 
-    def __init__(self, driver: Driver, device_index: int, *, compiler: Compiler = compile_cubin) -> None:
-        self.driver = driver
-        self._kernels = Kernels(driver, device_index, SOURCE, compiler=compiler)
-        try:
-            self.function = self._kernels.function("first_differences")
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        self._kernels.close()
+    SOURCE, NAME = SOURCE, "first_differences"
 
 
-class DeviceDifferences:
+class DeviceDifferences(TableLaunch):
     """The first difference of each pair, prepared: `submit(stream)` computes them, `read()` fetches them.
 
     pairs: (address, address, bytes) each, in device memory that this device may read. Submitted once.
     """
 
     def __init__(self, kernel: CompareKernel, pairs: Sequence[tuple[int, int, int]]) -> None:
-        driver = kernel.driver
         self._firsts = np.full(len(pairs), NONE, dtype=np.uint64)
-        self._launch: Launch | None = None
-        self._tables: list[DeviceTable] = []
-        try:
-            table = np.array(pairs, dtype=np.int64).reshape(-1, 3)
-            for rows in (table, self._firsts):
-                self._tables.append(DeviceTable(driver, rows))
-            if len(pairs):
-                parts = min(MAX_PARTS, max(1, int(table[:, 2].max()) // BYTES_PER_CTA))
-                addresses = [ctypes.c_void_p(t.address) for t in self._tables]
-                arguments = [addresses[0], ctypes.c_int(len(pairs)), addresses[1], ctypes.c_int(parts)]
-                self._launch = Launch(driver, kernel.function, len(pairs) * parts, THREADS, 0, arguments)
-        except BaseException:
-            self.close()
-            raise
-
-    def submit(self, stream: Any) -> None:
-        if self._launch is not None:
-            self._launch.submit(stream)
+        table = np.array(pairs, dtype=np.int64).reshape(-1, 3)
+        super().__init__(kernel.driver, (table, self._firsts), lambda found: kernel.launch(found, table[:, 2]))
 
     def read(self) -> list[int | None]:
         """Byte in each pair, None where all are equal; the stream must have been synchronised."""
         if self._launch is not None:
             self._tables[1].read_into(self._firsts)
         return [None if first == NONE else first for first in self._firsts.tolist()]
-
-    def close(self) -> None:
-        """Gives the tables back; nothing may be in flight. Idempotent."""
-        self._launch = None
-        tables, self._tables = self._tables, []
-        for table in tables:
-            table.close()

@@ -13,7 +13,7 @@ import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dwdp.device.nvrtc import Compiler, DeviceTable, Kernels, Launch, compile_cubin
+from dwdp.device.nvrtc import Compiler, Kernels, Launch, TableLaunch, compile_cubin
 from dwdp.errors import DwdpError
 from dwdp.memory.driver import Driver
 from dwdp.weights.gather_kernel import OPTIONS, SHARED_BYTES, SOURCE, THREADS, kernel_table
@@ -86,37 +86,21 @@ class BatchedCopy:
         """Nothing is held."""
 
 
-class GatherCopy:
-    """One launch of the gather kernel. Its tables lie in device memory until `close()`."""
+class GatherCopy(TableLaunch):
+    """One launch of the gather kernel."""
 
     transfer = "gather"
 
     def __init__(self, kernel: GatherKernel, slices: Sequence[CopySlice]) -> None:
         table = kernel_table(slices, kernel.num_ctas)
         self.nbytes = table.nbytes
-        self._tables: list[DeviceTable] = []
-        self._launch = None
-        try:
-            arguments = []
-            for rows in (table.units, table.edges):
-                self._tables.append(DeviceTable(kernel.driver, rows))
-                arguments += [ctypes.c_void_p(self._tables[-1].address), ctypes.c_int(len(rows))]
-            if self.nbytes:
-                self._launch = kernel.launch(arguments)
-        except BaseException:
-            self.close()
-            raise
+        tables = (table.units, table.edges)
 
-    def submit(self, stream: Any) -> None:
-        if self._launch is not None:
-            self._launch.submit(stream)
+        def prepare(addresses: list[ctypes.c_void_p]) -> Launch | None:
+            pairs = [(address, ctypes.c_int(len(rows))) for address, rows in zip(addresses, tables)]
+            return kernel.launch([argument for pair in pairs for argument in pair]) if table.nbytes else None
 
-    def close(self) -> None:
-        """Gives the tables back; no launch may be in flight. Idempotent."""
-        self._launch = None
-        tables, self._tables = self._tables, []
-        for table in tables:
-            table.close()
+        super().__init__(kernel.driver, tables, prepare)
 
 
 class GatherKernel:

@@ -39,9 +39,7 @@ class CudaMover:
         self._domain, self._driver, self._compiler = domain, domain.driver, compiler
         self._copies: dict[int, PlanCopy] = {}  # id of a plan, which is kept -> its submission
         self._checks: set[CudaCheck] = set()
-        self._gathers: dict[str, GatherKernel] = {}
-        self._checksum: ChecksumKernel | None = None
-        self._compare: CompareKernel | None = None
+        self._kernels: dict[tuple, Any] = {}  # what makes a kernel, and its name if it has one -> the kernel
         self._stream: Any = None
 
     # ---- what devices enqueue ----
@@ -81,9 +79,7 @@ class CudaMover:
         return f"{self.sums([(data.data_ptr(), data.nbytes)])[0]:016x}"
 
     def first_differences(self, pairs: Pairs) -> list[int | None]:
-        if self._compare is None:
-            self._compare = CompareKernel(self._driver, self._domain.device_index, compiler=self._compiler)
-        differences = DeviceDifferences(self._compare, pairs)
+        differences = DeviceDifferences(self._kernel(CompareKernel), pairs)
         try:
             self._now(differences)
             return differences.read()
@@ -124,14 +120,16 @@ class CudaMover:
         return DEFAULT_CTAS
 
     def gather_kernel(self, name: str) -> GatherKernel:
-        if name not in self._gathers:
-            self._gathers[name] = GatherKernel(self._driver, self._domain.device_index, name, compiler=self._compiler)
-        return self._gathers[name]
+        return self._kernel(GatherKernel, name)
 
     def checksum_kernel(self) -> ChecksumKernel:
-        if self._checksum is None:
-            self._checksum = ChecksumKernel(self._driver, self._domain.device_index, compiler=self._compiler)
-        return self._checksum
+        return self._kernel(ChecksumKernel)
+
+    def _kernel(self, make: Callable[..., Any], *name: str) -> Any:
+        if (make, *name) not in self._kernels:
+            made = make(self._driver, self._domain.device_index, *name, compiler=self._compiler)
+            self._kernels[make, *name] = made
+        return self._kernels[make, *name]
 
     # ---- the end ----
 
@@ -146,10 +144,9 @@ class CudaMover:
 
     def close(self) -> None:
         copies, self._copies = self._copies, {}
-        kernels, self._gathers = list(self._gathers.values()), {}
-        kernels += [kernel for kernel in (self._checksum, self._compare) if kernel is not None]
-        stream, self._stream, self._checksum, self._compare = self._stream, None, None, None
-        for owner in (*copies.values(), *list(self._checks), *kernels):
+        kernels, self._kernels = self._kernels, {}
+        stream, self._stream = self._stream, None
+        for owner in (*copies.values(), *list(self._checks), *kernels.values()):
             owner.close()
         if stream is not None:
             try:
