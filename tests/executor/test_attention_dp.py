@@ -28,10 +28,11 @@ from dwdp.group.threads import run_rank_threads
 from dwdp.model.loader import WeightUpdate
 from dwdp.model.lockstep import LockstepExperts
 from tests.executor.checkpoints import write_tiny
+from tests.support.groups import free_port
 from tests.support.mpirun import environment, mpirun, segments  # noqa: F401  (a fixture of this module)
 from tests.support.system import lockstep, prompt, replicated, write_random
 from tests.test_llm import alive
-from tests.tools.test_cli import finish, free_port, start
+from tests.tools.test_cli import finish, start
 
 TOLERANCE = 1e-4
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,17 +16,12 @@ import pytest
 from dwdp.env import child_environment
 from tests.executor.checkpoints import write_tiny
 from tests.support import mpirun as mpi
+from tests.support.groups import free_port
 from tests.support.mpirun import segments  # noqa: F401  (a fixture of this module)
 
 RANKS = 4
 PROMPTS = ("ab", "cd", "efg", "h", "xyz")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS), "--master-addr", "127.0.0.1"]
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
 
 
 def program(model: Path, *more: str, prompts=PROMPTS, ranks=RANKS) -> list[str]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -15,10 +18,20 @@ from dwdp import env
 SCRIPT = os.path.join(os.path.dirname(os.path.dirname(__file__)), "group", "rank_process.py")
 
 
+_PORTS = itertools.count(random.SystemRandom().randrange(1 << 20))
+
+
 def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
+    """That a process started later can listen on. Not one the system gives out by itself: between here and there
+    another test's connection or server could be given it."""
+    with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
+        first_given_out = max(11_000, int(file.read().split()[0]))
+    for _ in range(1000):
+        port = 10_000 + next(_PORTS) % (first_given_out - 10_000)
+        with socket.socket() as sock, contextlib.suppress(OSError):
+            sock.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("no free port")
 
 
 class Ranks:

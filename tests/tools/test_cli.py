@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ import pytest
 from dwdp.env import child_environment
 from dwdp.tools.cli import run
 from tests.executor.checkpoints import write_tiny
+from tests.support.groups import free_port
 from tests.support.tiny import random_tensors, tiny_model_config
 
 
@@ -257,12 +257,6 @@ def test_the_document_of_a_run_with_dwdp_has_the_outputs_of_other_runs(tiny, tmp
     assert documents[0]["outputs"] + documents[1]["outputs"] == [spread["outputs"][i] for i in (0, 2, 1)]
     assert [[report["rank"] for report in one["ranks"]] for one in documents] == [[0], [1]]
     assert [one["ranks"][0]["pid"] for one in documents] == [process.pid for process in processes]
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
 
 
 LONG = ("--prompt", "a", "--prompt", "b", "--max-tokens", "3000", "--ignore-eos", "--ranks", "2", "--json")

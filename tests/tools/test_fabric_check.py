@@ -15,6 +15,7 @@ from dwdp.group.threads import run_rank_threads
 from dwdp.tools import fabric_check
 from dwdp.tools.doctor_memory import CudaMemory
 from tests.memory.fake_driver import GRANULE, CUresult, FakeCudaDomain, FakeDriver, FakeMachine, zero_live
+from tests.support.groups import free_port
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "fabric_check.sh"
@@ -64,13 +65,6 @@ def check(tmp_path):
     return run
 
 
-def free_port() -> str:
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return str(server.getsockname()[1])
-
-
 def row(shown: str, step: str) -> str:
     return next(line for line in shown.splitlines() if line.strip().startswith(step))
 
@@ -89,7 +83,7 @@ def test_two_processes_of_one_host_go_through_every_step(check):
 
 def test_one_process_on_another_host_given_by_name(check):
     """The group's token goes through the standard input of ssh, the ranks meet at ADDRESS and PORT."""
-    result = check("options = {'imex': True}", "node-b", PORT=free_port(), FAKE_HOSTS="node-a,node-b")
+    result = check("options = {'imex': True}", "node-b", PORT=str(free_port()), FAKE_HOSTS="node-a,node-b")
     assert (result.returncode, result.stderr) == (0, "")
     last = "FABRIC works between two processes on host node-a (rank 0), host node-b (rank 1)."
     assert result.stdout.splitlines()[-1] == last and row(result.stdout, "copy to this rank").count("GB/s") == 2

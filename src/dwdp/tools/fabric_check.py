@@ -117,9 +117,12 @@ class FabricCheck:
         return f"{self.nbytes * self.memory.rounds / seconds / 1e9:.1f} GB/s"
 
 
-def run_rank(place: env.RankPlace, memory: Callable[[int, DwdpConfig], CudaMemory], options: Any) -> int:
-    """This process as one of the two ranks; -> the exit code. Raises what keeps the ranks from checking at all."""
-    with _group(place, options.seconds) as group:
+def run_rank(
+    place: env.RankPlace, memory: Callable[[int, DwdpConfig], CudaMemory], options: Any, store: Any = None
+) -> int:
+    """This process as one of the two ranks; -> the exit code. store: that the ranks meet in, where it is served
+    already. Raises what keeps the ranks from checking at all."""
+    with _group(place, options.seconds, store) as group:
         group.announce()  # so that the other rank is told when this one cannot go on
         _refuse_without_gpu(memory)
         config = DwdpConfig(dwdp_size=SIZE, handle_type="fabric", allow_shared_device=True)
@@ -158,15 +161,15 @@ def print_table(reports: Sequence[tuple[list[tuple[str, str]], str | None]], hos
 
 
 @contextmanager
-def _group(place: env.RankPlace, seconds: float):
+def _group(place: env.RankPlace, seconds: float, store: Any):
     from dwdp.group.backends import StoreGroup, connect_store, open_store
 
     if not place.has_store:
         raise ConfigError(f"{place}: two ranks meet in a store here: set DWDP_MASTER_ADDR and DWDP_MASTER_PORT")
     address = place.master_addr, place.master_port
-    if place.store_exists:
+    if store is None and place.store_exists:
         store = connect_store(address[1], address[0], timeout_seconds=seconds, served_by="the launcher")
-    else:
+    elif store is None:
         store = open_store(place.rank, *address, timeout_seconds=seconds)
     host_rank = None if place.store_exists else 0
     group = StoreGroup(store, place.rank, SIZE, name="fabric-check", timeout_seconds=seconds, host_rank=host_rank)
@@ -191,7 +194,7 @@ def main(
     parser.add_argument("--seconds", type=float, default=120.0, help="how long the ranks wait for each other")
     parser.add_argument("--look", action="store_true", help="only look whether this machine can ask")
     options = parser.parse_args(arguments)
-    other = None
+    other = store = None
     try:
         if options.look:
             _refuse_without_gpu(memory)
@@ -199,12 +202,13 @@ def main(
         place = env.discover_rank(SIZE)
         if place is None:
             _refuse_without_gpu(memory)  # before another process is started
-            place = env.RankPlace("started here", 0, SIZE, "127.0.0.1", _free_port())
-            child = env.child_environment(
-                DWDP_RANK="1", DWDP_MASTER_ADDR="127.0.0.1", DWDP_MASTER_PORT=str(place.master_port)
-            )
+            from dwdp.group.backends import host_store
+
+            store, port = host_store()
+            place = env.RankPlace("started here", 0, SIZE, "127.0.0.1", port)
+            child = env.child_environment(DWDP_RANK="1", DWDP_MASTER_ADDR="127.0.0.1", DWDP_MASTER_PORT=str(port))
             other = subprocess.Popen([*command, *arguments], env=child)
-        return run_rank(place, memory, options)
+        return run_rank(place, memory, options, store)
     except Exception as error:
         print(f"fabric_check: {one_line(error) or type(error).__name__}", file=sys.stderr)
         return 2
@@ -215,13 +219,6 @@ def main(
             except subprocess.TimeoutExpired:
                 other.kill()
                 other.wait()
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 if __name__ == "__main__":
