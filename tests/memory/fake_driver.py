@@ -228,6 +228,7 @@ class FakeDriver:
         self.CUmemcpyAttributes, self.CUdeviceptr, self.CUstream = CUmemcpyAttributes, CUdeviceptr, CUstream
         self.machine, self.host, self.imex, self.fail = machine, host, imex, dict(fail or {})
         self.version, self.capability, self.seconds_per_copy = version, capability, seconds_per_copy
+        self.seconds_per_write = 0.0  # else what is written lands that much behind the call, on the default stream
         self.visible, self.attributes = list(visible), dict(attributes or {})
         self.calls: list[tuple] = []
         self.capturing = False
@@ -509,6 +510,8 @@ class FakeDriver:
             return (CUresult.CUDA_ERROR_INVALID_CONTEXT,)
         if not self._accessible(device, size, 1):
             return (CUresult.CUDA_ERROR_INVALID_VALUE,)
+        if self.seconds_per_write:
+            self._stream(0).finish()
         ctypes.memmove(host, int(device), size)
         return (OK,)
 
@@ -517,7 +520,13 @@ class FakeDriver:
             return (CUresult.CUDA_ERROR_INVALID_CONTEXT,)
         if not self._accessible(device, size, 3):
             return (CUresult.CUDA_ERROR_INVALID_VALUE,)
-        ctypes.memmove(int(device), host, size)
+        read = ctypes.string_at(host, size)  # what the call waits for; the bytes land in the default stream's order
+
+        def land():
+            time.sleep(self.seconds_per_write)
+            ctypes.memmove(int(device), read, size)
+
+        self._stream(0).put(land) if self.seconds_per_write else land()
         return (OK,)
 
     def cuMemcpyDtoHAsync(self, host, device, size, stream):
@@ -702,7 +711,8 @@ class FakeDriver:
         return OK, (pair[1].ticket.at - pair[0].ticket.at) * 1e3
 
     def cuStreamSynchronize(self, stream):
-        self._stream(stream).finish()
+        if int(stream) or 0 in self._streams:
+            self._stream(stream).finish()
         return (OK,)
 
     def cuCtxSynchronize(self):

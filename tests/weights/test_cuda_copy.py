@@ -117,6 +117,18 @@ def test_every_transfer_moves_the_slices_and_nothing_else(setting, transfer):
         kernel.close(), kernel.close()
 
 
+def test_a_table_has_landed_before_its_kernel_can_run(setting):
+    """A stream of its own does not wait for the default one, on which small writes land behind the driver's call.
+    Mutation-checked: with the call alone, and no wait behind it, the kernel reads what lay there before."""
+    setting.api.seconds_per_write = 0.05
+    kernel = GatherKernel(setting.driver, 0, "ldst", compiler=no_compiler)
+    copy = GatherCopy(kernel, setting.slices(PARTS[:1]))
+    setting.run(copy)
+    assert (setting.dst[: 5 * GRANULE] == setting.src[: 5 * GRANULE]).all()
+    copy.close()
+    kernel.close()
+
+
 @pytest.mark.parametrize("transfer", ["per_slice", "batched", "tma"])
 def test_the_host_only_submits(setting, transfer):
     copy, _ = prepared(setting, transfer, setting.slices(PARTS))

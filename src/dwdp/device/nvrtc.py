@@ -131,7 +131,7 @@ class DeviceTable:
         if table.nbytes:
             self.address = int(driver("cuMemAlloc", table.nbytes, what=f"a table of {table.nbytes} bytes"))
             try:
-                driver("cuMemcpyHtoD", self.address, table.ctypes.data, table.nbytes, what="a table")
+                driver.write(self.address, table.ctypes.data, table.nbytes, what="a table")
             except BaseException:
                 self.close()
                 raise

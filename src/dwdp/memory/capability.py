@@ -149,7 +149,7 @@ class _Trial:
             address = self._map(handle, writable=True)
             buffer = ctypes.create_string_buffer(pattern, len(pattern))
             for at in _places(nbytes):
-                domain.driver("cuMemcpyHtoD", address + at, ctypes.addressof(buffer), len(pattern), what="a pattern")
+                domain.driver.write(address + at, ctypes.addressof(buffer), len(pattern), what="a pattern")
             self.exported = domain.export(handle)
 
         self.outcome = _outcome(steps)

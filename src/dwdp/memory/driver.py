@@ -76,6 +76,15 @@ class Driver:
             self._context = self._call("cuDevicePrimaryCtxRetain", device, what=where)
         self._call("cuCtxSetCurrent", self._context, what=where)
 
+    def write(self, address: int, host: int, nbytes: int, *, what: str) -> None:
+        """Copies `nbytes` bytes of plain host memory to the device's, where every stream sees them from here on.
+
+        The driver's own call returns when it has read the host's memory; a stream that does not wait for the default
+        one could still find what was there before.
+        """
+        self("cuMemcpyHtoD", address, host, nbytes, what=what)
+        self("cuStreamSynchronize", self.api.CUstream(0), what=what)
+
     def reached(self, event: Any, what: str = "") -> bool:
         """Whether the work in front of an event's record is over; raises where that work, or the event, has failed."""
         (result,) = self.api.cuEventQuery(event)

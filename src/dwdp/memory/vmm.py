@@ -272,7 +272,7 @@ class CudaDomain(MemoryDomain):
             )
             self.driver("cuMemcpyDtoH", byte, mapping.address + at, 1, what=what)
             if mapping.writable:
-                self.driver("cuMemcpyHtoD", mapping.address + at, byte, 1, what=what)
+                self.driver.write(mapping.address + at, byte, 1, what=what)
         return 2
 
     def _close_descriptor(self, fd: int) -> None:

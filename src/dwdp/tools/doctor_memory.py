@@ -197,7 +197,7 @@ class CudaMemory:
         return None  # this process does not see it; the mapping itself tells
 
     def write(self, area: Any, data: numpy.ndarray) -> None:
-        self.driver("cuMemcpyHtoD", area.address, data.ctypes.data, len(data), what=f"{len(data)} bytes")
+        self.driver.write(area.address, data.ctypes.data, len(data), what=f"{len(data)} bytes")
 
     def read(self, area: Any, nbytes: int) -> numpy.ndarray:
         import numpy
