@@ -96,6 +96,8 @@ class Faulty:
         self.site, self.model = site, model
         self.counts: dict[str, Calls] = {}
         self.ends: Counter[str] = Counter()  # how set-ups ended
+        # A fault in what the front end asks the GPU would be met before there is a group that tells the other rank.
+        self.settings = {mode: site.settings(model, **options) for mode, options in MODES.items()}
         with site.replicated(model) as rank:
             self.expected = rank.logits(prompt(0, 8))
 
@@ -109,7 +111,7 @@ class Faulty:
 
     def set_up(self, mode: str, calls: Calls) -> Outcome:
         """One set-up and, where it comes to its end, one answer."""
-        options, held = MODES[mode], {}
+        held = {}
         real = loader.load_model
 
         def load(*args, built=None, **named):
@@ -119,7 +121,7 @@ class Faulty:
 
         loader.load_model = load
         try:
-            with self.site.shared(self.model, dwdp=options["dwdp"], dense=options.get("dense", DENSE)) as rank:
+            with self.site.shared(self.model, settings=self.settings[mode]) as rank:
                 calls.until_set_up = calls.counts.copy()
                 status = rank.manager.report["dense"]["status"]
                 self.ends[f"dense {status}"] += 1

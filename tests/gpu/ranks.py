@@ -20,6 +20,7 @@ import torch
 
 from dwdp.executor import memory
 from dwdp.executor.create import build_rank
+from dwdp.executor.messages import RankSettings
 from dwdp.executor.settings import resolve
 from dwdp.group.backends import StoreGroup, host_store, open_store
 from tests.support.system import DENSE
@@ -59,15 +60,20 @@ class Site:
         with build_rank(settings, rank=self.rank) as rank:
             yield rank
 
-    @contextlib.contextmanager
-    def shared(
-        self, model: Path, *, dwdp: dict | None = None, dense: dict | None = DENSE, dtype: str = "auto", **build
-    ):
+    def settings(
+        self, model: Path, *, dwdp: dict | None = None, dense: dict | None = DENSE, dtype: str = "auto"
+    ) -> RankSettings:
+        """Asks the GPU what it can, as a front end does once for all ranks; of `shared`."""
         dwdp = {"allow_shared_device": True, "page_granules": 1, **(dwdp or {})}
-        settings = resolve(
+        return resolve(
             model, ranks=self.size, dtype=dtype, device=self.device, dwdp=dwdp, dense_dwdp=dense, environ={}
         ).settings
-        with build_rank(settings, self.group(), rank=self.rank, **build) as rank:
+
+    @contextlib.contextmanager
+    def shared(self, model: Path, *, settings: RankSettings | None = None, trace: bool = False, **options):
+        """settings: what `self.settings(model, **options)` gave, where it was asked before."""
+        settings = settings or self.settings(model, **options)
+        with build_rank(settings, self.group(), rank=self.rank, trace=trace) as rank:
             yield rank
 
     @contextlib.contextmanager

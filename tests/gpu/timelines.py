@@ -70,6 +70,7 @@ def slow_reads(site: Site, model: Path, seconds: float, forwards: int) -> dict:
         with site.shared(model, dense=None, trace=True) as rank:
             if name == "mutated":
                 record_before_the_kernel(rank.manager.experts)
+            assert rank.report()["ledger"]["ring_bytes"] > 0, "all rows lie in the rank's own pages: no slot is reused"
             sums = read_slowly(rank, seconds, forwards)
             wrong = [pos for forward_sums in sums for pos, seen in enumerate(forward_sums) if seen != expected[pos]]
             races = find_races(rank.trace())
