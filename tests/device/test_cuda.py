@@ -81,6 +81,23 @@ def test_a_wait_captures_the_latest_record_and_an_unrecorded_event_waits_for_not
     gate.set()
 
 
+@pytest.mark.parametrize("trace", [False, True])
+def test_the_waits_of_a_layers_slots_are_made_together_and_measured_as_one(trace):
+    """Mutation-checked: with a wait for the last event alone the read comes before the first slot's copy."""
+    with FakeCudaDevice(measure_waits=True, trace=trace) as device:
+        events, seen = {slot: device.event(slot) for slot in ("A0", "D0")}, []
+        device.enqueue(device.copy, Prepared(device, lambda: (time.sleep(0.05), seen.append("A0"))))
+        device.record(events["A0"], device.copy)
+        device.wait_all(device.compute, events, 3)
+        device.enqueue(device.compute, lambda: seen.append("read"), kind="read")
+        device.synchronize()
+        assert seen == ["A0", "read"] and len(device._waits) == (2 if trace else 1)
+        assert 0.04 < device.exposed_wait_by_layer[3] < 0.5
+        if trace:
+            waits = [op for op in device.trace if op["kind"] == "wait"]
+            assert [(op["slot"], op["layer"]) for op in waits] == [("A0", 3), ("D0", 3)]
+
+
 def test_the_copy_stream_has_the_highest_priority_and_events_keep_no_time(device):
     assert device.api._streams[int(device.copy.raw)].priority == -5
     assert device.api._streams[int(device.auxiliary[0].raw)].priority == 0

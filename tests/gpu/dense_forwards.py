@@ -69,8 +69,8 @@ class Running:
             moe(index)
             runtime.h3(index)
 
-    def host_seconds(self) -> float:
-        """Of the hooks of one forward, submissions included; the device is idle again before each layer's."""
+    def host_seconds(self, *, idle: bool = True) -> float:
+        """Of the hooks of one forward, submissions included. idle: the device is, before each layer's."""
         runtime, drain, clock = self.runtime, self.device.drain, time.perf_counter
         hooks: list[Sequence[Callable[[], None]]] = [(runtime.start_forward, runtime.h0)]
         hooks += [[partial(hook, i) for hook in (runtime.h1, runtime.h2, runtime.h3)] for i in self.indices]
@@ -80,7 +80,8 @@ class Running:
             for call in calls:
                 call()
             total += clock() - start
-            drain()
+            if idle:
+                drain()
         return total
 
     def problems(self) -> list[str]:
@@ -122,7 +123,7 @@ def forwards_of_a_rank(bench: Bench, meet) -> None:
 def hooks_alone(bench: Bench, rank: RankExecutor) -> None:
     running = Running(rank, TRANSFERS[0], mover=NoCopies())
     try:
-        seconds = [running.host_seconds() for _ in range(_count(bench, "hooks") + 3)][3:]
+        seconds = [running.host_seconds(idle=False) for _ in range(_count(bench, "hooks") + 3)][3:]
     finally:
         running.close()
     layer = statistics.median(seconds) / len(running.indices)

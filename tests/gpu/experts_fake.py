@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import time
 from enum import IntEnum
+from types import SimpleNamespace
 
 from tests.memory.fake_driver import OK, FakeDriver
 
@@ -24,6 +25,7 @@ class BenchDriver(FakeDriver):
         return (OK,)
 
     cuMemcpyDtoDAsync = FakeDriver.cuMemcpyAsync
+    CUmemcpyFlags = SimpleNamespace(CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE=1)
 
     def cuStreamBeginCapture(self, stream, mode):
         self.captured = []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import itertools
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,14 +12,14 @@ from typing import Any
 import numpy as np
 
 from dwdp.device.nvrtc import Kernels, Launch
-from dwdp.memory.driver import DriverError
-from dwdp.weights.cuda_copy import DEFAULT_CTAS, GatherCopy, PerSliceCopy
+from dwdp.memory.driver import Driver, DriverError
+from dwdp.weights.cuda_copy import DEFAULT_CTAS, BatchedCopy, GatherCopy, PerSliceCopy
 from dwdp.weights.gather_kernel import CHUNK_BYTES, SOURCE, STAGES, STAGES_AHEAD, THREADS
 from dwdp.weights.plan import CopySlice
 from tests.gpu.experts_rates import Rates, host_seconds, k3_plan
 from tests.gpu.experts_site import Machine
 
-LDST_BOUNDS = "__launch_bounds__(256)\ngather_ldst"
+LDST_BOUNDS = "__launch_bounds__(512)\ngather_ldst"
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ def variant_source(variant: Variant) -> tuple[str, tuple[str, ...]]:
     assert LDST_BOUNDS in SOURCE
     source = SOURCE
     if variant.kernel == "ldst" and variant.threads:
-        source = SOURCE.replace(LDST_BOUNDS, LDST_BOUNDS.replace("256", str(variant.threads)))
+        source = SOURCE.replace(LDST_BOUNDS, LDST_BOUNDS.replace("512", str(variant.threads)))
     return source, (f"-DSTAGES={variant.stages}", f"-DCHUNK={variant.chunk}", f"-DAHEAD={variant.ahead}")
 
 
@@ -117,6 +119,43 @@ class DeviceCopies:
         """Nothing is held."""
 
 
+class BatchedOverlapping(BatchedCopy):
+    """The driver is told that the copies run beside compute."""
+
+    def __init__(self, driver: Driver, slices: Sequence[CopySlice]) -> None:
+        super().__init__(driver, slices)
+        (attributes,) = self._arguments[4]
+        attributes.flags = driver.api.CUmemcpyFlags.CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
+
+
+class BatchedRaw:
+    """The call of the driver's library itself over arrays that are made once: what the bindings cost beside it."""
+
+    def __init__(self, driver: Driver, slices: Sequence[CopySlice]) -> None:
+        self._call = ctypes.CDLL("libcuda.so.1").cuMemcpyBatchAsync_v2
+        count = len(slices)
+        addresses, sizes = ctypes.c_uint64 * count, ctypes.c_size_t * count
+        self._arrays = (
+            addresses(*(one.dst for one in slices)),
+            addresses(*(one.src for one in slices)),
+            sizes(*(one.nbytes for one in slices)),
+        )
+        self._count = ctypes.c_size_t(count)
+        self._attributes = (ctypes.c_int * 6)(1)  # in the stream's order, no hints, no flags
+        self._first = (ctypes.c_size_t * 1)(0)
+        self._driver = driver
+
+    def submit(self, stream: Any) -> None:
+        result = self._call(
+            *self._arrays, self._count, self._attributes, self._first, ctypes.c_size_t(1), ctypes.c_void_p(int(stream))
+        )
+        if result:
+            raise DriverError("cuMemcpyBatchAsync_v2", str(result), f"cuMemcpyBatchAsync_v2 failed with {result}")
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
 class GraphCopies:
     """As PerSliceCopy, captured once and launched as a graph."""
 
@@ -143,20 +182,25 @@ class GraphCopies:
         self._driver("cuGraphDestroy", self._graph)
 
 
-PLAIN = {"cuMemcpyAsync": PerSliceCopy, "cuMemcpyDtoDAsync": DeviceCopies, "a graph": GraphCopies}
+WAYS = {
+    "per_slice": {"cuMemcpyAsync": PerSliceCopy, "cuMemcpyDtoDAsync": DeviceCopies, "a graph": GraphCopies},
+    "batched": {"a batch": BatchedCopy, "a batch beside compute": BatchedOverlapping, "the library alone": BatchedRaw},
+}
+NEED_THE_MACHINE = (DeviceCopies, GraphCopies)
 
 
 def measure_submissions(rates: Rates, repeats: int) -> list[dict[str, Any]]:
-    """What the host needs for a layer of Kimi-K3 by plain copies that are submitted in other ways, and the bytes/s. A
+    """What the host needs for a layer of Kimi-K3 by copies that are submitted in other ways, and the bytes/s. A
     way that the driver refuses has its error instead."""
     machine, found = rates.experts.machine, []
-    for num_ranks in (8, 16):
-        plan = k3_plan(rates.experts, "per_slice", num_ranks)
-        for way, make in PLAIN.items():
-            name = f"{len(plan.slices)} copies by {way}, N={num_ranks}"
+    for num_ranks, transfer in itertools.product((8, 16), WAYS):
+        plan = k3_plan(rates.experts, transfer, num_ranks)
+        slices = plan.slices or plan.batch
+        for way, make in WAYS[transfer].items():
+            name = f"{len(slices)} copies by {way}, N={num_ranks}"
             try:
-                copy = make(machine.driver if make is PerSliceCopy else machine, plan.slices)
-            except DriverError as error:
+                copy = make(machine if make in NEED_THE_MACHINE else machine.driver, slices)
+            except (DriverError, OSError) as error:
                 found.append({"variant": name, "error": str(error)})
                 continue
             try:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.gpu.bench_experts import main
 from tests.gpu.experts_site import K3, TRANSFERS, kinds
-from tests.gpu.experts_variants import PLAIN, VARIANTS
+from tests.gpu.experts_variants import VARIANTS, WAYS
 
 
 def check(found: dict, sizes: tuple[int, ...], *, with_variants: bool) -> None:
@@ -22,8 +22,11 @@ def check(found: dict, sizes: tuple[int, ...], *, with_variants: bool) -> None:
         rates = [row for row in rows if row["what"] == "rates" and row["ranks"] == size]
         assert set(TRANSFERS) < {row["method"] for row in rates} and all(row["alone"] > 0 for row in rates)
     variants = [row for row in rows if row["what"] == "variants"]
-    assert all(row.get("wrong", 0) == 0 < row["bytes_per_second"] for row in variants)
-    assert len(variants) == (len(VARIANTS) + 2 * len(PLAIN)) * (len(sizes) if with_variants else 0)
+    refused = [row["variant"] for row in variants if "error" in row]
+    assert all("the library alone" in name for name in refused), refused  # where there is no such library
+    assert all(row.get("wrong", 0) == 0 < row["bytes_per_second"] for row in variants if "error" not in row)
+    num_ways = sum(map(len, WAYS.values()))
+    assert len(variants) == (len(VARIANTS) + 2 * num_ways) * (len(sizes) if with_variants else 0)
     host = [row for row in rows if row["what"] == "host"]
     assert len(host) == 2 * len(TRANSFERS) + 1 and all(0 < row["median"] <= row["p90"] for row in host)
     runs = {row["num_ranks"]: row["descriptors"] for row in host if row["transfer"] == "per_slice"}

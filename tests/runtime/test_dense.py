@@ -152,9 +152,8 @@ def test_hooks_raise_while_the_model_is_traced_or_captured(monkeypatch):
         torch.compile(step, backend="eager", fullgraph=True)(torch.ones(1))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    for hook in (runtime.h0, lambda: runtime.h1(1), lambda: runtime.h2(1), lambda: runtime.h3(1)):
-        with pytest.raises(RuntimeError, match="without CUDA graphs"):
-            hook()
+    with pytest.raises(RuntimeError, match="without CUDA graphs"):
+        runtime.h0()
     assert runtime.device.ops == []
 
 

@@ -23,7 +23,7 @@ from dwdp.runtime.schedule import Issue, PrefetchSchedule, Restart, Synchronise
 
 WORDS = {
     Gather: "L({n})",
-    WaitReady: "wait {a.slot}",
+    WaitReady: "wait {slots}",
     EndRead: "end {a.slot}",
     Demand: "demand L({n})",
     Fence: "fence",
@@ -40,7 +40,7 @@ def text(actions, only=None):
     for action in actions:
         n = getattr(action, "pos", getattr(action, "layer", -1)) + 1
         if type(action) in WORDS and (only is None or type(action) in only):
-            shown.append(WORDS[type(action)].format(n=n, a=action))
+            shown.append(WORDS[type(action)].format(n=n, a=action, slots=" ".join(getattr(action, "slots", ()))))
     return " ".join(shown)
 
 
@@ -113,25 +113,25 @@ def test_two_forwards_of_four_layers_read_like_the_figure():
         lines(driver.log)
         == """\
 start      L(1) L(2) E(1) E(2)
-H1(1)      wait A0 wait D0
+H1(1)      wait A0 D0
 H2(1)      end A0 L(3)
 finish(1)  E(3)
 H3(1)      end D0
-H1(2)      wait A1 wait D1
+H1(2)      wait A1 D1
 H2(2)      end A1 L(4)
 finish(2)  E(4)
 H3(2)      end D1
-H1(3)      wait A0 wait D2
+H1(3)      wait A0 D2
 H2(3)      end A0
 finish(3)  E(1)
 H3(3)      end D2
-H1(4)      wait A1 wait D0
+H1(4)      wait A1 D0
 H2(4)      end A1
 finish(4)  E(2)
 H3(4)      end D0 L(1) L(2)"""
     )
     second = driver.forward()
-    assert lines(second).splitlines()[0] == "H1(1)      wait A0 wait D0", "a primed forward starts with nothing to do"
+    assert lines(second).splitlines()[0] == "H1(1)      wait A0 D0", "a primed forward starts with nothing to do"
     assert not any(driver.counts().values())
 
 
@@ -153,7 +153,7 @@ def test_the_order_at_the_boundary_depends_on_L_mod_6(remainder, order):
         driver = Driver(num_layers)
         driver.forward()
         driver.forward()
-        before = driver.log.index(("H1(1)", WaitReady(0, "A0")))
+        before = driver.log.index(("H1(1)", WaitReady(0, ("A0", "D0"))))
         first = driver.log[before:]
         # of the first forward: copies of layers 1 and 2 after their own reads belong to the next forward
         nexts = [
@@ -336,13 +336,13 @@ def test_a_layer_that_is_not_expected_is_fetched_on_demand_behind_a_fence():
     schedule = DenseSchedule(["AD"] * 6, prefetch_next_pass=True)
     for actions in (schedule.h0(), schedule.h1(0)):
         list(actions)
-    assert text(schedule.h1(3)) == "demand L(4) fence L(4) wait A1 wait D0"
+    assert text(schedule.h1(3)) == "demand L(4) fence L(4) wait A1 D0"
     assert text(schedule.h2(3)) == "end A1 L(5) L(6)", "the fill goes on from the layer that was asked for"
 
 
 def test_without_h0_the_first_layer_is_a_demand_fetch_without_a_fence():
     schedule = DenseSchedule(["AD"] * 3, prefetch_next_pass=True)
-    assert text(schedule.h1(0)) == "demand L(1) L(1) wait A0 wait D0"
+    assert text(schedule.h1(0)) == "demand L(1) L(1) wait A0 D0"
 
 
 def test_a_copy_into_a_slot_with_an_open_window_takes_the_fence():
@@ -353,7 +353,7 @@ def test_a_copy_into_a_slot_with_an_open_window_takes_the_fence():
 
     schedule = Eager(["AD"] * 6, prefetch_next_pass=True)
     actions = [*schedule.h0(), *schedule.h1(0)]
-    assert text(actions) == "L(1) L(2) wait A0 wait D0 fence L(3)"
+    assert text(actions) == "L(1) L(2) wait A0 D0 fence L(3)"
 
 
 def test_no_fill_at_h2_becomes_demand_fetches():
@@ -395,8 +395,9 @@ def test_random_sequences_of_aborts_and_failed_starts_never_read_a_slot_that_lac
                     assert slot not in reading, "a copy into a slot that is read"
                     held[slot] = action.pos
             elif isinstance(action, WaitReady):
-                assert held[action.slot] == action.pos
-                reading[action.slot] = action.pos
+                for slot in action.slots:
+                    assert held[slot] == action.pos
+                    reading[slot] = action.pos
             elif isinstance(action, EndRead):
                 assert reading.pop(action.slot) == action.pos
             elif isinstance(action, (Barrier, Fence)):

@@ -9,8 +9,8 @@ from tests.memory.fake_driver import FakeCudaDomain, FakeDriver, FakeMachine
 class ComputesHere(FakeCudaDevice):
     """The model computes in the calling thread, so a wait of the compute stream is over before what follows it."""
 
-    def wait(self, stream, event, **where):
-        super().wait(stream, event, **where)
+    def _wait_for(self, stream, events, *where):
+        super()._wait_for(stream, events, *where)
         if stream is self.compute:
             self.api.cuStreamSynchronize(stream.raw)
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from threading import get_ident
 from typing import Any
 
 from dwdp.device.host import check_kind, unique_name
@@ -76,6 +77,7 @@ class CudaDevice:
         self._exposed = 0.0
         self._by_layer: dict[int, float] = {}
         self._closed = False
+        self._thread: int | None = None  # the last one that copies were submitted in
         self._event_names: dict[str, int] = {}
         self._events: list[Any] = []
         self._own_streams: list[Any] = []
@@ -121,13 +123,25 @@ class CudaDevice:
             self._stamps.append((self._op(stream.name, "record", slot, layer, event.name), timer, timer))
 
     def wait(self, stream: CudaStream, event: CudaEvent, *, slot: str | None = None, layer: int | None = None) -> None:
+        self._wait_for(stream, (event,), slot, layer)
+
+    def wait_all(self, stream: CudaStream, events: Mapping[str, CudaEvent], layer: int) -> None:
+        if self.trace is None:
+            self._wait_for(stream, events.values(), None, layer)
+        else:  # each wait has its own op and times
+            for slot, event in events.items():
+                self._wait_for(stream, (event,), slot, layer)
+
+    def _wait_for(self, stream: CudaStream, events: Iterable[CudaEvent], slot: str | None, layer: int | None) -> None:
+        """Measured as one wait."""
         self._check(stream)
         before = None
         if self._measure and (stream is self.compute or self.trace is not None):
             before = self._put(self._timer(), stream)
-        (result,) = self._wait(stream.raw, event.raw, 0)
-        if result != self._ok:
-            raise self._failed("cuStreamWaitEvent", result, event, stream)
+        for event in events:
+            (result,) = self._wait(stream.raw, event.raw, 0)
+            if result != self._ok:
+                raise self._failed("cuStreamWaitEvent", result, event, stream)
         if before is not None:
             behind = self._put(self._timer(), stream)
             if self.trace is not None:
@@ -153,7 +167,9 @@ class CudaDevice:
         check_kind(kind)
         before = None if self.trace is None else self._put(self._timer(), stream)
         if fn is not None:
-            self.driver.make_current()  # a launch needs it, and this may be a thread that torch does not know yet
+            if self._thread != get_ident():  # a launch needs it, and torch may not know this thread yet
+                self.driver.make_current()
+                self._thread = get_ident()
             submit = getattr(fn, "submit", None)
             if submit is not None:
                 submit(stream.raw)

@@ -12,7 +12,7 @@ have joined compute before the second.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 
@@ -52,6 +52,9 @@ class Device(Protocol):
 
     def wait(self, stream: Stream, event: Event, *, slot: str | None = None, layer: int | None = None) -> None:
         """Work enqueued on `stream` from now on runs after the event's latest record."""
+
+    def wait_all(self, stream: Stream, events: Mapping[str, Event], layer: int) -> None:
+        """`wait` for the event of each of a layer's slots, whose exposed wait is measured as one."""
 
     def enqueue(
         self,

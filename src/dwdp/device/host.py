@@ -7,7 +7,7 @@ import queue
 import threading
 import time
 from _thread import allocate_lock
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from dwdp.errors import DwdpError
 
@@ -243,6 +243,10 @@ class HostDevice:
         stream.block(event.ticket, layer, self._op(stream.name, "wait", slot, layer, event.name))
         if self.error is not None:
             raise self.error
+
+    def wait_all(self, stream, events: Mapping[str, HostEvent], layer: int) -> None:
+        for slot, event in events.items():
+            self.wait(stream, event, slot=slot, layer=layer)
 
     def enqueue(
         self,

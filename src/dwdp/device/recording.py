@@ -52,6 +52,10 @@ class RecordingDevice:
     def wait(self, stream, event, *, slot: str | None = None, layer: int | None = None) -> None:
         self._add(stream, "wait", slot, layer, event.name)
 
+    def wait_all(self, stream, events, layer: int) -> None:
+        for slot, event in events.items():
+            self.wait(stream, event, slot=slot, layer=layer)
+
     def enqueue(
         self,
         stream,

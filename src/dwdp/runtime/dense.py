@@ -18,6 +18,7 @@ from dwdp.weights.plan import CopyPlan
 
 logger = logging.getLogger(__name__)
 
+_METHODS = {name: name.lower() for name in ("H0", "H1", "H2", "H3")}
 _LAST_READS = {"H2": "A", "H3": "D"}  # hook -> the segment whose window it closes
 
 
@@ -50,6 +51,7 @@ class DenseRuntime:
     ) -> None:
         self.device, self.schedule, self.counters = device, schedule, counters
         self.positions, self.plans = dict(positions), list(plans)
+        self._nbytes = [sum(plan.nbytes for plan in slots.values()) for slots in self.plans]
         self.strict, self.checker, self.watch = strict, checker, watch
         self.verify_every = verify_every if checker is not None else 0
         self._verification_error: VerificationError | None = None
@@ -128,11 +130,11 @@ class DenseRuntime:
         if self.released or (pos is None and layer_index is not None):
             return None
         self.device.mark(name, layer=pos)
-        hook = getattr(self.schedule, name.lower())
-        if name in _LAST_READS:
+        hook = getattr(self.schedule, _METHODS[name])
+        if name in _LAST_READS and self.device.trace is not None:
             self._trace_read(pos, _LAST_READS[name])
         self._run(hook() if pos is None else hook(pos))
-        if name == "H1":
+        if name == "H1" and self.device.trace is not None:
             self._trace_read(pos, "AD")
         return pos
 
@@ -195,11 +197,10 @@ class DenseRuntime:
         for slot in action.slots:
             self.device.record(self._ready[slot], copy, slot=slot, layer=action.pos)
         self.counters.copies += 1
-        self.counters.copied_bytes += sum(plan.nbytes for plan in plans.values())
+        self.counters.copied_bytes += self._nbytes[action.pos]
 
     def _wait_ready(self, action: ds.WaitReady) -> None:
-        ready = self._ready[action.slot]
-        self.device.wait(self.device.compute, ready, slot=action.slot, layer=action.pos)
+        self.device.wait_all(self.device.compute, {slot: self._ready[slot] for slot in action.slots}, action.pos)
 
     def _end_read(self, action: ds.EndRead) -> None:
         read_end = self._read_end[action.slot]
@@ -236,7 +237,11 @@ def _fail_compilation(context) -> None:
 
 
 def refuse_tracing(hook: str) -> None:
-    """Raises where a hook would be baked into a graph: its copies would run at capture and never again."""
+    """Raises where a hook would be baked into a graph: its copies would run at capture and never again.
+
+    Of the hooks of a forward the first alone asks whether a CUDA graph is captured: each of the others has work for
+    compute, which the device refuses then.
+    """
     if torch.compiler.is_compiling():
         # Dynamo runs code that raises in the trace eagerly instead, unseen; an error at compile time ends it.
         if torch.compiler.is_dynamo_compiling():
@@ -244,5 +249,5 @@ def refuse_tracing(hook: str) -> None:
 
             comptime(_fail_compilation)
         raise RuntimeError(f"dense DWDP hook {hook} cannot be traced: run the model eagerly, without torch.compile")
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+    if hook == "H0" and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(f"dense DWDP hook {hook} cannot be captured: run the model without CUDA graphs")

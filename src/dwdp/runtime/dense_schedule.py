@@ -35,10 +35,10 @@ class Gather:
 
 @dataclass(frozen=True)
 class WaitReady:
-    """Compute waits for the copy that filled the slot."""
+    """Compute waits for the copies that filled the slots."""
 
     pos: int
-    slot: str
+    slots: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class DenseSchedule:
         self.expected, self.ahead = pos + 1, self.ahead - 1
         for name in self.slots_of(pos):
             self.slots[name].state = OPEN  # before the wait, so that a wait that fails leaves the window open
-            yield WaitReady(pos, name)
+        yield WaitReady(pos, self.slots_of(pos))
 
     def h2(self, pos: int) -> Iterator[Action]:
         """After the attention call: A(pos) is read no more, then the fill, L(pos + 2) within a forward."""

@@ -23,7 +23,7 @@ UNITS_PER_CTA = 32  # at least, where the layer is large enough: the last units 
 
 STAGES, CHUNK_BYTES, STAGES_AHEAD = 6, 32 << 10, 4
 """Of `tma`: buffers in shared memory, their size, and how many loads are under way while the oldest is stored."""
-THREADS = {"tma": 128, "ldst": 256}
+THREADS = {"tma": 128, "ldst": 512}
 SHARED_BYTES = {"tma": STAGES * CHUNK_BYTES, "ldst": 0}
 OPTIONS = (f"-DSTAGES={STAGES}", f"-DCHUNK={CHUNK_BYTES}", f"-DAHEAD={STAGES_AHEAD}")
 
@@ -47,7 +47,7 @@ __device__ __forceinline__ void copy_edges(const Unit* edges, int count, u32 thr
     }
 }
 
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(512)
 gather_ldst(const Unit* units, int num_units, const Unit* edges, int num_edges) {
     const u64 step = blockDim.x;
     for (int i = blockIdx.x; i < num_units; i += gridDim.x) {
