@@ -33,7 +33,8 @@ def measure(site: Site, options: dict[str, Any], started: float) -> dict[str, An
     bench = Bench(site, options, started)
     bench.case("start", 0, lambda bench, meet: bench.warm_up(meet))
     for name, seconds, body in CASES:
-        bench.case(name, 0 if bench.fake else seconds, body)
+        if options["only"] in ("", name):
+            bench.case(name, 0 if bench.fake else seconds, body)
     return {"rows": bench.rows, "numbers": bench.numbers, "failed": bench.failed}
 
 
@@ -41,6 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=150, help="cases that no time is left for are skipped")
     parser.add_argument("--layers", type=int, default=0, help="of the set-up's model; 0: as many as fit")
+    parser.add_argument("--only", default="", choices=[name for name, _, _ in CASES], help="this case alone")
     parser.add_argument("--fake", action="store_true")
     parser.add_argument("--json", type=Path, help="file for the numbers")
     given = parser.parse_args(arguments)
@@ -49,9 +51,10 @@ def main(arguments: list[str] | None = None) -> int:
         raise DwdpError("there is no GPU; --fake runs on the fake driver")
     started = time.time()
     checkpoint = Checkpoint(config_dict(dense_cases.CAPPED_LAYERS[given.fake], fake=given.fake, router=False))
-    options = {key: getattr(given, key) for key in ("seconds", "layers", "fake")}
+    options = {key: getattr(given, key) for key in ("seconds", "layers", "fake", "only")}
     options["checkpoint"] = str(checkpoint.folder)
-    checkpoint.start()
+    if given.only in ("", "capped"):
+        checkpoint.start()
     try:
         found = run(measure, RANKS, options, started, fake=given.fake, seconds=given.seconds + 60)
     finally:

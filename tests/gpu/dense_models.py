@@ -153,7 +153,8 @@ class Checkpoint(threading.Thread):
                 self.failed.write_text(f"{type(error).__name__}: {error}")
 
     def remove(self) -> None:
-        self.join(60)
+        if self.ident is not None:  # it was started
+            self.join(60)
         shutil.rmtree(self.root, ignore_errors=True)
 
 
