@@ -165,13 +165,13 @@ def exposed_waits(bench: Bench, meet, rank: RankExecutor, transfer: Transfer, ma
                     waited[pos].append(seconds - before.get(pos, 0.0))
         elapsed = (time.perf_counter() - start) / _count(bench, "exposed") / len(running.indices)
         problems = running.problems()
-        floor = 2 * floor_of_a_wait(bench, running.device)
+        floor = floor_of_a_wait(bench, running.device)
     finally:
         running.close()
     behind = [seconds for pos, of_layer in waited.items() if pos for seconds in of_layer]
     median, worst = statistics.median(behind), statistics.quantiles(behind, n=20)[-1]
     shown = (
-        f"median {median * 1e6:.1f} us a layer, 95 % {worst * 1e6:.1f} us; floor of two waits {floor * 1e6:.1f} us; "
+        f"median {median * 1e6:.1f} us a layer, 95 % {worst * 1e6:.1f} us; floor of a wait {floor * 1e6:.1f} us; "
         f"a layer {elapsed * 1e3:.1f} ms"
     )
     numbers = {f"exposed {transfer}": median, f"floor {transfer}": floor, f"layer seconds {transfer}": elapsed}
