@@ -31,6 +31,8 @@ GIVEN = {
     "cuMemAlloc": ("tables", 1), "cuMemFree": ("tables", -1),
     "cuMemHostAlloc": ("pinned", 1), "cuMemFreeHost": ("pinned", -1),
     "cuModuleLoadData": ("modules", 1), "cuModuleUnload": ("modules", -1),
+    "cuStreamEndCapture": ("graphs", 1), "cuGraphDestroy": ("graphs", -1),
+    "cuGraphInstantiate": ("prepared graphs", 1), "cuGraphExecDestroy": ("prepared graphs", -1),
     "cuEventCreate": ("events", 1), "cuEventDestroy": ("events", -1),
     "cuStreamCreateWithPriority": ("streams", 1), "cuStreamDestroy": ("streams", -1),
 }  # fmt: skip

@@ -13,7 +13,7 @@ import numpy as np
 
 from dwdp.device.nvrtc import Kernels, Launch
 from dwdp.memory.driver import Driver, DriverError
-from dwdp.weights.cuda_copy import DEFAULT_CTAS, BatchedCopy, GatherCopy, PerSliceCopy
+from dwdp.weights.cuda_copy import DEFAULT_CTAS, BatchedCopy, GatherCopy, GraphCopy, PerSliceCopy
 from dwdp.weights.gather_kernel import CHUNK_BYTES, SOURCE, STAGES, STAGES_AHEAD, THREADS
 from dwdp.weights.plan import CopySlice
 from tests.gpu.experts_rates import Rates, host_seconds, k3_plan
@@ -104,9 +104,9 @@ def measure_variants(rates: Rates, repeats: int) -> list[dict[str, Any]]:
 class DeviceCopies:
     """As PerSliceCopy, by the call that is told that both sides are device memory."""
 
-    def __init__(self, machine: Machine, slices: Sequence[CopySlice]) -> None:
-        pointer = machine.driver.api.CUdeviceptr
-        self._driver, self._copy = machine.driver, machine.driver.api.cuMemcpyDtoDAsync
+    def __init__(self, driver: Driver, slices: Sequence[CopySlice]) -> None:
+        pointer = driver.api.CUdeviceptr
+        self._driver, self._copy = driver, driver.api.cuMemcpyDtoDAsync
         self._calls = [(pointer(one.dst), pointer(one.src), one.nbytes) for one in slices]
 
     def submit(self, stream: Any) -> None:
@@ -156,37 +156,10 @@ class BatchedRaw:
         """Nothing is held."""
 
 
-class GraphCopies:
-    """As PerSliceCopy, captured once and launched as a graph."""
-
-    def __init__(self, machine: Machine, slices: Sequence[CopySlice]) -> None:
-        driver, stream = machine.driver, machine.device.copy.raw
-        self._driver, self._graph, self._run = driver, None, None
-        driver("cuStreamBeginCapture", stream, driver.api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
-        try:
-            PerSliceCopy(driver, slices).submit(stream)
-        finally:
-            self._graph = driver("cuStreamEndCapture", stream)
-        try:
-            self._run = driver("cuGraphInstantiate", self._graph, 0)
-        except BaseException:
-            self.close()
-            raise
-
-    def submit(self, stream: Any) -> None:
-        self._driver("cuGraphLaunch", self._run, stream)
-
-    def close(self) -> None:
-        if self._run is not None:
-            self._driver("cuGraphExecDestroy", self._run)
-        self._driver("cuGraphDestroy", self._graph)
-
-
 WAYS = {
-    "per_slice": {"cuMemcpyAsync": PerSliceCopy, "cuMemcpyDtoDAsync": DeviceCopies, "a graph": GraphCopies},
+    "per_slice": {"cuMemcpyAsync": PerSliceCopy, "cuMemcpyDtoDAsync": DeviceCopies, "a graph": GraphCopy},
     "batched": {"a batch": BatchedCopy, "a batch beside compute": BatchedOverlapping, "the library alone": BatchedRaw},
 }
-NEED_THE_MACHINE = (DeviceCopies, GraphCopies)
 
 
 def measure_submissions(rates: Rates, repeats: int) -> list[dict[str, Any]]:
@@ -199,7 +172,7 @@ def measure_submissions(rates: Rates, repeats: int) -> list[dict[str, Any]]:
         for way, make in WAYS[transfer].items():
             name = f"{len(slices)} copies by {way}, N={num_ranks}"
             try:
-                copy = make(machine if make in NEED_THE_MACHINE else machine.driver, slices)
+                copy = make(machine.driver, slices)
             except (DriverError, OSError) as error:
                 found.append({"variant": name, "error": str(error)})
                 continue

@@ -30,7 +30,8 @@ DRIVER = (
     "cuMemImportFromShareableHandle", "cuMemcpyHtoD", "cuMemcpyDtoH", "cuMemAlloc", "cuMemHostAlloc", "cuMemGetInfo",
     "cuMemGetAllocationGranularity", "cuDevicePrimaryCtxRetain", "cuDeviceGetUuid", "cuDeviceGetAttribute",
     "cuModuleLoadData", "cuModuleGetFunction", "cuFuncSetAttribute", "cuLaunchKernel", "cuMemsetD8Async",
-    "cuMemcpyAsync", "cuMemcpyBatchAsync", "cuStreamCreateWithPriority", "cuStreamSynchronize", "cuCtxSynchronize",
+    "cuMemcpyAsync", "cuMemcpyBatchAsync", "cuStreamBeginCapture", "cuStreamEndCapture", "cuGraphInstantiate",
+    "cuGraphLaunch", "cuStreamCreateWithPriority", "cuStreamSynchronize", "cuCtxSynchronize",
     "cuEventCreate", "cuEventRecord", "cuEventSynchronize",
 )  # fmt: skip
 DENSE_PART = (

@@ -94,6 +94,10 @@ class CUstreamCaptureStatus(IntEnum):
     CU_STREAM_CAPTURE_STATUS_ACTIVE = 1
 
 
+class CUstreamCaptureMode(IntEnum):
+    CU_STREAM_CAPTURE_MODE_THREAD_LOCAL = 1
+
+
 class CUdevice_attribute(IntEnum):  # noqa: N801
     CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR = 75
     CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR = 76
@@ -109,7 +113,7 @@ class CUfunction_attribute(IntEnum):  # noqa: N801
 ENUMS = [
     CUresult, CUmemAllocationHandleType, CUmemAllocationType, CUmemLocationType, CUmemAccess_flags,
     CUmemAllocationGranularity_flags, CUmemcpySrcAccessOrder, CUevent_flags, CUstream_flags, CUstreamCaptureStatus,
-    CUdevice_attribute, CUfunction_attribute,
+    CUdevice_attribute, CUfunction_attribute, CUstreamCaptureMode,
 ]  # fmt: skip
 
 
@@ -243,6 +247,8 @@ class FakeDriver:
         self._streams: dict[int, FakeStream] = {}
         self._events: dict[int, FakeEvent] = {}
         self._functions: dict[int, str] = {}
+        self._captures: dict[int, list[tuple]] = {}  # stream -> copies that are captured
+        self._graphs: dict[int, list[tuple]] = {}
 
     def __getattribute__(self, name):
         found = object.__getattribute__(self, name)
@@ -280,12 +286,13 @@ class FakeDriver:
         "cuMemFreeHost", "cuMemcpyAsync", "cuMemcpyBatchAsync", "cuEventRecord", "cuStreamWaitEvent",
         "cuEventSynchronize", "cuEventQuery", "cuEventDestroy", "cuStreamDestroy", "cuStreamSynchronize",
         "cuCtxSynchronize", "cuLaunchKernel", "cuMemFree", "cuModuleUnload", "cuMemsetD8Async", "cuFuncSetAttribute",
+        "cuStreamBeginCapture", "cuGraphLaunch", "cuGraphDestroy", "cuGraphExecDestroy",
     }  # fmt: skip
 
     NEED_CONTEXT = {
         "cuMemAlloc", "cuMemFree", "cuMemHostAlloc", "cuMemFreeHost", "cuEventCreate", "cuStreamCreateWithPriority",
         "cuModuleLoadData", "cuModuleUnload", "cuCtxSynchronize", "cuLaunchKernel", "cuMemcpyAsync",
-        "cuMemcpyBatchAsync", "cuMemsetD8Async", "cuMemcpyDtoHAsync",
+        "cuMemcpyBatchAsync", "cuMemsetD8Async", "cuMemcpyDtoHAsync", "cuGraphInstantiate", "cuGraphLaunch",
     }  # fmt: skip
 
     # device
@@ -560,6 +567,9 @@ class FakeDriver:
         return move
 
     def cuMemcpyAsync(self, dst, src, size, stream):
+        if int(stream) in self._captures:
+            self._captures[int(stream)].append((dst, src, size))
+            return (OK,)
         move = self._copy(dst, src, size)
         if move is None or not size:
             return (CUresult.CUDA_ERROR_INVALID_VALUE,)
@@ -579,6 +589,38 @@ class FakeDriver:
         for move in reversed(moves):  # no order is promised
             self._stream(stream).put(move)
         return (OK,)
+
+    def cuStreamBeginCapture(self, stream, mode):
+        if int(stream) in self._captures or not int(stream):  # the default stream cannot be captured
+            return (CUresult.CUDA_ERROR_INVALID_VALUE,)
+        self._captures[int(stream)] = []
+        return (OK,)
+
+    def cuStreamEndCapture(self, stream):
+        copies = self._captures.pop(int(stream), None)
+        if copies is None:
+            return CUresult.CUDA_ERROR_INVALID_VALUE, 0
+        number = next(self._ids)
+        self._graphs[number] = copies
+        return OK, number
+
+    def cuGraphInstantiate(self, graph, flags):
+        number = next(self._ids)
+        self._graphs[number] = list(self._graphs[graph])
+        return OK, number
+
+    def cuGraphLaunch(self, graph, stream):
+        moves = [self._copy(*copy) for copy in self._graphs[graph]]
+        if None in moves:
+            return (CUresult.CUDA_ERROR_INVALID_VALUE,)
+        for move in moves:
+            self._stream(stream).put(move)
+        return (OK,)
+
+    def cuGraphDestroy(self, graph):
+        return (OK,) if self._graphs.pop(graph, None) is not None else (CUresult.CUDA_ERROR_INVALID_VALUE,)
+
+    cuGraphExecDestroy = cuGraphDestroy
 
     def cuModuleLoadData(self, image):
         return OK, next(self._ids)
@@ -669,6 +711,7 @@ class FakeDriver:
         return OK, number
 
     def cuStreamDestroy(self, stream):
+        self._captures.pop(int(stream), None)
         self._streams.pop(int(stream)).close()
         return (OK,)
 
@@ -724,9 +767,10 @@ class FakeDriver:
     # for tests
 
     def live(self):
-        """What this process holds: handles, mappings, ranges, allocations, events, streams of its own."""
+        """What this process holds: handles, mappings, ranges, allocations, events, streams of its own, graphs."""
         own = [number for number in self._streams if number]
-        return [len(x) for x in (self._handles, self._mappings, self._ranges, self._allocated, self._events, own)]
+        held = (self._handles, self._mappings, self._ranges, self._allocated, self._events, own, self._graphs)
+        return [len(x) for x in held]
 
     def end(self, *, keep_mappings=False):
         """The process dies: the system takes everything back."""
@@ -793,4 +837,4 @@ class FakeCudaDomain(CudaDomain):
 
 
 def zero_live() -> list[int]:
-    return [0] * 6
+    return [0] * 7

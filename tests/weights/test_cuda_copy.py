@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 from dwdp.device.nvrtc import compile_cubin
 from dwdp.errors import DwdpError, MemoryDomainError
 from dwdp.memory.driver import Driver, DriverError
-from dwdp.weights.cuda_copy import BatchedCopy, GatherCopy, GatherKernel, PerSliceCopy, available_transfers
+from dwdp.weights.cuda_copy import (
+    GRAPH_FROM,
+    BatchedCopy,
+    GatherCopy,
+    GatherKernel,
+    GraphCopy,
+    PerSliceCopy,
+    available_transfers,
+)
 from dwdp.weights.gather_kernel import (
     CHUNK_BYTES,
     LARGEST_UNIT,
@@ -23,7 +31,7 @@ from dwdp.weights.gather_kernel import (
     STAGES_AHEAD,
     kernel_table,
 )  # fmt: skip
-from dwdp.weights.plan import CopySlice
+from dwdp.weights.plan import CopyPlan, CopySlice
 from tests.memory.fake_driver import GRANULE, CUresult, FakeCudaDomain, FakeDriver, FakeMachine
 
 
@@ -95,11 +103,13 @@ def prepared(setting, transfer, slices):
         return PerSliceCopy(setting.driver, slices), None
     if transfer == "batched":
         return BatchedCopy(setting.driver, slices), None
+    if transfer == "graph":
+        return GraphCopy(setting.driver, slices), None
     kernel = GatherKernel(setting.driver, 0, transfer, num_ctas=4, compiler=no_compiler)
     return GatherCopy(kernel, slices), kernel
 
 
-@pytest.mark.parametrize("transfer", ["per_slice", "batched", "tma", "ldst"])
+@pytest.mark.parametrize("transfer", ["per_slice", "graph", "batched", "tma", "ldst"])
 def test_every_transfer_moves_the_slices_and_nothing_else(setting, transfer):
     copy, kernel = prepared(setting, transfer, setting.slices(PARTS))
     expected = np.zeros(setting.size, dtype=np.uint8)
@@ -129,7 +139,30 @@ def test_a_table_has_landed_before_its_kernel_can_run(setting):
     kernel.close()
 
 
-@pytest.mark.parametrize("transfer", ["per_slice", "batched", "tma"])
+@pytest.mark.parametrize("call", ["cuStreamBeginCapture", "cuMemcpyAsync", "cuStreamEndCapture", "cuGraphInstantiate"])
+def test_copies_that_cannot_be_made_one_graph_leave_nothing(setting, call):
+    before = setting.api.live()
+    setting.api.fail[call] = CUresult.CUDA_ERROR_INVALID_VALUE
+    with pytest.raises(DriverError, match=call):
+        GraphCopy(setting.driver, setting.slices(PARTS))
+    setting.api.fail.clear()
+    assert setting.api.live() == before
+
+
+def test_several_copies_of_a_plan_are_one_launch(setting):
+    """The host's cost of a layer does not grow with the number of peers."""
+    slices = tuple(setting.slices(PARTS[:GRAPH_FROM]))
+    for count, calls in ((GRAPH_FROM - 1, ["cuMemcpyAsync"] * (GRAPH_FROM - 1)), (GRAPH_FROM, ["cuGraphLaunch"])):
+        plan = CopyPlan(slices[:count], sum(piece.nbytes for piece in slices[:count]))
+        copy = setting.domain.mover.submission(plan)
+        setting.api.calls.clear()
+        setting.run(copy)
+        copies = [name for name, *_ in setting.api.calls if name in ("cuMemcpyAsync", "cuGraphLaunch")]
+        assert copies == calls
+        setting.domain.mover.forget([plan])
+
+
+@pytest.mark.parametrize("transfer", ["per_slice", "graph", "batched", "tma"])
 def test_the_host_only_submits(setting, transfer):
     copy, _ = prepared(setting, transfer, setting.slices(PARTS))
     gate = threading.Event()

@@ -1,6 +1,6 @@
 """A layer's copies on CUDA, prepared at set-up: `submit(stream)` only hands finished arguments to the driver.
 
-    per_slice   one cuMemcpyAsync a slice
+    per_slice   one cuMemcpyAsync a slice; where there are several, as one CUDA graph
     batched     one cuMemcpyBatchAsync a layer
     gather      one kernel launch a layer, see gather_kernel.py
 
@@ -10,6 +10,7 @@ All move the same bytes. A prepared copy knows no stream: the device gives its o
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,6 +24,10 @@ BATCH_VERSION = 13000
 """cuMemcpyBatchAsync as cuda-bindings 13 calls it came with CUDA 13.0."""
 BULK_CAPABILITY = (9, 0)
 DEFAULT_CTAS = 16
+GRAPH_FROM = 4
+"""Slices from which one launch of a graph costs the host less than the calls."""
+
+logger = logging.getLogger(__name__)
 
 
 class PerSliceCopy:
@@ -46,6 +51,53 @@ class PerSliceCopy:
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+class GraphCopy:
+    """The copies of `PerSliceCopy`, in the same order, captured once: one launch costs the host what one copy does."""
+
+    transfer = "per_slice"
+
+    def __init__(self, driver: Driver, slices: Sequence[CopySlice]) -> None:
+        api, copies = driver.api, PerSliceCopy(driver, slices)
+        self.nbytes = copies.nbytes
+        self._driver, self._call, self._ok = driver, api.cuGraphLaunch, api.CUresult.CUDA_SUCCESS
+        self._graph = self._prepared = None
+        _, highest = driver("cuCtxGetStreamPriorityRange")
+        stream = driver("cuStreamCreateWithPriority", int(api.CUstream_flags.CU_STREAM_NON_BLOCKING), highest)
+        what = f"a graph of {len(slices)} copies"
+        try:
+            # Of this thread alone: other threads of the process, and torch's, go on as they are.
+            driver("cuStreamBeginCapture", stream, api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
+            try:
+                copies.submit(stream)
+            finally:  # nothing else may be done with the stream before
+                self._graph = driver("cuStreamEndCapture", stream, what=what)
+            self._prepared = driver("cuGraphInstantiate", self._graph, 0, what=what)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            self._destroy("cuStreamDestroy", stream)
+
+    def submit(self, stream: Any) -> None:
+        (result,) = self._call(self._prepared, stream)
+        if result != self._ok:
+            raise self._driver.error("cuGraphLaunch", result, f"copies of {self.nbytes} bytes")
+
+    def close(self) -> None:
+        """Gives the graph back; no launch may be in flight. Idempotent."""
+        prepared, self._prepared = self._prepared, None
+        graph, self._graph = self._graph, None
+        self._destroy("cuGraphExecDestroy", prepared)
+        self._destroy("cuGraphDestroy", graph)
+
+    def _destroy(self, name: str, handle: Any) -> None:
+        if handle is not None:
+            try:
+                self._driver(name, handle)
+            except Exception:
+                logger.exception("%s of copies that are one graph failed", name)
 
 
 class BatchedCopy:

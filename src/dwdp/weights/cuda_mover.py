@@ -14,9 +14,11 @@ from dwdp.weights.cuda_checksum import ChecksumKernel, DeviceChecksums
 from dwdp.weights.cuda_compare import CompareKernel, DeviceDifferences
 from dwdp.weights.cuda_copy import (
     DEFAULT_CTAS,
+    GRAPH_FROM,
     BatchedCopy,
     GatherCopy,
     GatherKernel,
+    GraphCopy,
     PerSliceCopy,
     best_kernel,
     device_capability,
@@ -168,7 +170,8 @@ class PlanCopy:
             if plan.gather is not None:
                 self._parts.append(GatherCopy(mover.gather_kernel(plan.gather.kernel), table_slices(plan.gather)))
             if plan.slices:
-                self._parts.append(PerSliceCopy(driver, plan.slices))
+                make = GraphCopy if len(plan.slices) >= GRAPH_FROM else PerSliceCopy
+                self._parts.append(make(driver, plan.slices))
         except BaseException:
             self.close()
             raise
