@@ -24,7 +24,7 @@ BATCH_VERSION = 13000
 """cuMemcpyBatchAsync as cuda-bindings 13 calls it came with CUDA 13.0."""
 BULK_CAPABILITY = (9, 0)
 DEFAULT_CTAS = 16
-GRAPH_FROM = 4
+GRAPH_FROM = 8
 """Slices from which one launch of a graph costs the host less than the calls."""
 
 logger = logging.getLogger(__name__)
