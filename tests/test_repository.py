@@ -19,7 +19,7 @@ ORDER = [
 ]  # fmt: skip
 HEAVY = [
     "torch", "cuda", "triton", "mpi4py", "matplotlib", "mlx", "mlx_lm", "transformers", "safetensors",
-    "tokenizers", "zmq",
+    "tokenizers", "tiktoken", "zmq",
 ]  # fmt: skip
 FILES = sorted(SOURCE.rglob("*.py"))
 
@@ -88,6 +88,7 @@ class Block:
 sys.meta_path.insert(0, Block())
 import dwdp, dwdp.env, dwdp.config.schema, dwdp.config.gate, dwdp.config.files
 import dwdp.partition.experts, dwdp.model.config, dwdp.executor.request, dwdp.llm, dwdp.tools.cli
+import dwdp.model.folder, dwdp.tools.plan_folder, dwdp.tools.plan
 from dwdp import LLM, SamplingParams, DwdpConfig, DenseConfig
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

@@ -87,18 +87,20 @@ class LLM:
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """encode(text) -> ids, decode(ids) -> text; None when the model has no tokenizer.json."""
+        """encode(text) -> ids, decode(ids) -> text; None when the model has no tokenizer."""
         return self._launch.tokenizer
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | Mapping[str, Any] | None = None,
         *,
         logits_sha256: bool = False,
     ) -> list[RequestOutput]:
         """Completes prompts, texts or lists of token ids; prompt i runs on rank i mod N.
 
+        sampling_params: one for all or one a prompt, taken as they are. A dict has some of their fields; what it leaves
+        out, and everything without it, is as the model's generation_config.json says, and then the defaults.
         logits_sha256: also hash each prompt's logits, SHA-256 over the [P + K - 1, vocab] little-endian
         float32 values of all computed positions in order. Raises RequestError for a prompt that is refused;
         nothing has been computed then.

@@ -24,11 +24,11 @@ import torch.nn.functional as F
 from dwdp.config.schema import DenseConfig
 from dwdp.errors import DwdpError
 from dwdp.model import loader, writer
-from dwdp.model.checkpoint import read_config
 from dwdp.model.config import ModelConfig
 from dwdp.model.decoder import DecoderLayer, KimiK3Model
-from dwdp.tools.plan import KNOWN_MODELS
+from dwdp.model.headers import read_config
 from dwdp.tools.plan_dense import DensePlan, DenseSizes
+from dwdp.tools.plan_model import KNOWN_MODELS
 from tests.support.tiny import tiny_config_dict
 
 EXPERT_WIDTH = 8

@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import save_file
 
 from dwdp.errors import CheckpointError
-from dwdp.model.checkpoint import Checkpoint, checkpoint_digest, read_config
+from dwdp.model.checkpoint import Checkpoint, checkpoint_digest
+from dwdp.model.headers import read_config
 from dwdp.model.shards import TensorToWrite, write_checkpoint
 from dwdp.model.writer import random_checkpoint
 from tests.support.tiny import tiny_config_dict

@@ -20,9 +20,9 @@ from dwdp.executor.settings import resolve
 from dwdp.group.threads import run_rank_threads
 from dwdp.memory.host import HostDomain
 from dwdp.model import loader
-from dwdp.model.checkpoint import read_config
 from dwdp.model.config import ModelConfig
 from dwdp.model.decoder import KimiK3Model
+from dwdp.model.headers import read_config
 from dwdp.model.part_reader import PartReader
 from dwdp.runtime import load_rows
 from dwdp.runtime.dense_manager import DenseDwdpManager

@@ -305,6 +305,7 @@ def _build(settings, group, rank, progress, copy_bytes_per_second, trace, stages
         device=where,
         progress=lambda done, total: progress("load", done, total),
         built=None if manager is None else manager.prepare,
+        log_skipped=False,  # the front end has said it
     )
     if manager is not None:
         progress("setup", 0, 1)
@@ -326,8 +327,8 @@ def _build(settings, group, rank, progress, copy_bytes_per_second, trace, stages
 def _create_managers(settings, group, rank, options, stages: Stages):
     from dwdp.config.schema import DwdpConfig, validate
     from dwdp.executor.memory import choose_handles, create_memory, where_joined
-    from dwdp.model.checkpoint import read_config
     from dwdp.model.config import ModelConfig
+    from dwdp.model.headers import read_config
     from dwdp.runtime.manager import DwdpManager
 
     config = validate(DwdpConfig, None, what="dwdp", as_json=json.dumps(settings.dwdp))

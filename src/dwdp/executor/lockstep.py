@@ -59,8 +59,8 @@ def join_instance(settings: RankSettings, group, where: torch.device) -> tuple[T
 
     Dense DWDP is no part of what is compared: its ranks have a group of their own.
     """
-    from dwdp.model.checkpoint import read_config
     from dwdp.model.config import ModelConfig
+    from dwdp.model.headers import read_config
 
     document = read_config(settings.model)
     group.join(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dwdp.errors import RequestError
 from dwdp.executor.messages import WorkItem, WorkResult
@@ -21,15 +21,18 @@ if TYPE_CHECKING:
     from dwdp.model.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
+NO_TOKENIZER = "the model has neither tokenizer.json nor tiktoken.model"
 
 
 def prepare(
     launch: Launch,
     prompts: Prompt | Sequence[Prompt],
-    params: SamplingParams | Sequence[SamplingParams] | None,
+    params: SamplingParams | Sequence[SamplingParams] | Mapping[str, Any] | None,
 ) -> tuple[list[str | None], list[WorkItem]]:
     """-> (each prompt's text, None where it came as token ids; the work items, in the same order).
 
+    params: a mapping has some fields of `SamplingParams`; these, and None, leave the others to the model's
+    generation_config.json and then to the defaults. A `SamplingParams` is taken as it is.
     Raises RequestError for the first prompt that cannot be taken, naming it and the numbers.
     """
     listed = _as_list(prompts)
@@ -38,6 +41,8 @@ def prepare(
     for index, (prompt, one) in enumerate(zip(listed, each)):
         what = "prompt" if len(listed) == 1 else f"prompt {index}"
         token_ids = _token_ids(prompt, launch.tokenizer, what)
+        if not isinstance(one, SamplingParams):
+            one = launch.sampling.params(one, launch.settings.max_seq_len - len(token_ids))
         check_prompt(
             token_ids,
             one,
@@ -46,7 +51,7 @@ def prepare(
             what=what,
         )
         if one.stop and launch.tokenizer is None:
-            raise RequestError(f"{what}: stop {list(one.stop)} needs a tokenizer, and the model has no tokenizer.json")
+            raise RequestError(f"{what}: stop {list(one.stop)} needs a tokenizer, and {NO_TOKENIZER}")
         items.append(WorkItem(index, token_ids, one))
     return [prompt if isinstance(prompt, str) else None for prompt in listed], items
 
@@ -77,7 +82,7 @@ def _token_ids(prompt: Prompt, tokenizer: Tokenizer | None, what: str) -> list[i
     if isinstance(prompt, str):
         check_text(what, prompt)
         if tokenizer is None:
-            raise RequestError(f"{what} is text, and the model has no tokenizer.json; give token ids")
+            raise RequestError(f"{what} is text, and {NO_TOKENIZER}; give token ids")
         return tokenizer.encode(prompt)
     return plain_ids(prompt, f"{what} must be a text or a list of token ids")
 
@@ -92,10 +97,12 @@ def plain_ids(token_ids: Sequence[int], rule: str) -> list[int]:
     return [token if (number := whole_number(token)) is None else number for token in token_ids]
 
 
-def _params_of(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
+def _params_of(
+    params: SamplingParams | Sequence[SamplingParams] | Mapping[str, Any] | None, count: int
+) -> Sequence[SamplingParams | Mapping[str, Any]]:
     if params is None:
-        params = SamplingParams()
-    if isinstance(params, SamplingParams):
+        params = {}
+    if isinstance(params, (SamplingParams, Mapping)):
         return [params] * count
     rule = "sampling_params must be one SamplingParams or a list with one a prompt"
     if not _is_sequence(params):

@@ -7,7 +7,7 @@ import logging
 import os
 import stat
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from dwdp.config import files
 from dwdp.config.gate import LaunchSettings, check_launch, check_supported, no_sms
 from dwdp.config.schema import DenseConfig, DwdpConfig, ServeConfig, dwdp_section, validate
 from dwdp.errors import CheckpointError, ConfigError
+from dwdp.executor.generation import GENERATION_NAME, SamplingDefaults, read_sampling_defaults
 from dwdp.executor.messages import RankSettings
 from dwdp.partition.experts import ExpertPartition
 
@@ -36,13 +37,14 @@ HOST_MAX_SEQ_LEN = 4096
 @dataclass(frozen=True)
 class Launch:
     """A launch that may start. partition: of the experts, None when every rank holds all. mode: of dense DWDP, see
-    `check_launch`."""
+    `check_launch`. sampling: what a request has that does not say."""
 
     settings: RankSettings
     model_config: ModelConfig
     partition: ExpertPartition | None
     mode: str
     tokenizer: Tokenizer | None
+    sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
 
     @property
     def ranks(self) -> int:
@@ -144,6 +146,7 @@ def resolve(
     device, device_why = choose_device(config.device)
     mode = _check_gate(config, model, environ, device)
     folder = model_folder(model)
+    sampling = read_sampling_defaults(folder)
     model_config, tokenizer = _read_model(folder)
     partition = None
     if config.dwdp is not None:
@@ -169,9 +172,13 @@ def resolve(
     for line in (_choices(config, mode, device, device_why), *notes, *lines):
         logger.info("%s", line)
     transfer = config.dense_dwdp.copy if mode == "standalone" else config.dwdp and config.dwdp.transfer
+    if sampling.fields:
+        logger.info("where a request does not say: %s (%s)", sampling.describe(), GENERATION_NAME)
+    if sampling.unserved:
+        logger.warning("%s: %s has no effect", GENERATION_NAME, ", ".join(sampling.unserved))
     for line in env.ineffective(environ, gather=transfer == "gather" and device == "cuda"):
         logger.warning("%s", line)
-    return Launch(settings, model_config, partition, mode, tokenizer)
+    return Launch(settings, model_config, partition, mode, tokenizer, sampling)
 
 
 def _choices(config: ServeConfig, mode: str, device: str, device_why: str) -> str:
@@ -260,9 +267,9 @@ def _gathered_bytes(config: ServeConfig, model: str | os.PathLike, device: str) 
     if not (dense.enabled and config.attention_dp and config.tp_size > 1 and config.role != "context"):
         return None
     from dwdp.executor.devices import compute_dtype
-    from dwdp.model.checkpoint import read_config
     from dwdp.model.config import ModelConfig
     from dwdp.model.dense_shapes import dense_shapes
+    from dwdp.model.headers import read_config
     from dwdp.model.loader import stored_dtype
 
     folder = model_folder(model)
@@ -278,8 +285,8 @@ def _gathered_bytes(config: ServeConfig, model: str | os.PathLike, device: str) 
 
 def _read_model(folder: Path) -> tuple[ModelConfig, Tokenizer | None]:
     """Reads headers and tokenizer only; every missing, extra or misshapen tensor is found here."""
-    from dwdp.model.checkpoint import read_config
     from dwdp.model.config import ModelConfig
+    from dwdp.model.headers import read_config
     from dwdp.model.loader import load_reads
     from dwdp.model.tokenizer import load_tokenizer
 

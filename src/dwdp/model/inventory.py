@@ -1,23 +1,26 @@
-"""Matching a checkpoint's tensors with what a model expects, and collecting every fault of it."""
+"""Matching a checkpoint's tensors with what a model expects, and collecting every fault of it. Imports no torch."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
 
-from dwdp.model.checkpoint import Checkpoint, TensorEntry
-from dwdp.model.formats import PREFIX, Declared, Formats, strip_prefix
-from dwdp.model.quant import MXFP4_GROUP, NVFP4_GROUP, fp8_scale_shapes
+import msgspec
 
-MATRICES = ("w1", "w2", "w3")
+from dwdp.model.formats import MXFP4_GROUP, NVFP4_GROUP, PREFIX, Declared, Formats, fp8_scale_shapes, strip_prefix
+from dwdp.model.safetensors_file import TensorEntry
+
 SKIPPED = ("vision_tower.", "mm_projector.")
 _FLOATS = ("BF16", "F16", "F32")
 _SUFFIXES = (".weight", ".weight_packed", ".weight_scale", ".weight_scale_2", ".input_scale")
 _LEGACY_RES = re.compile(r"_res\.(proj|norm)_weight$")
+_MOST_ALIKE = 1000
+"""Format faults with the same reason that are listed one by one; of more the first few and their number."""
 
 
-@dataclass(frozen=True)
-class Expected:
+class Expected(msgspec.Struct, frozen=True, gc=False):
     """A tensor (kinds "tensor" and "a_log": `name` is its name), or the weight of a module in some format
     (kinds "linear" and "expert": `name` is the module's, `shape` the logical [out, in]).
 
@@ -30,39 +33,64 @@ class Expected:
     format: str = ""
 
 
-@dataclass(frozen=True)
-class Found:
+def expected_dense(name: str, shape: tuple[int, ...]) -> Expected:
+    """What a checkpoint must hold for a parameter of the model that is no table of routed experts."""
+    if name.endswith(".A_log"):
+        return Expected(name, shape, "a_log")
+    if name.endswith(".weight") and len(shape) == 2:
+        return Expected(name.removesuffix(".weight"), shape, "linear")
+    return Expected(name, shape)
+
+
+class Found(msgspec.Struct, frozen=True):
     """Raw names of a found tensor by suffix ("" for a plain tensor), and the format they are in."""
 
     format: str = "plain"
-    names: dict[str, str] = field(default_factory=dict)
+    names: dict[str, str] = msgspec.field(default_factory=dict)
 
 
-def expert_module(layer: int, expert: int | None = None, matrix: str = "") -> str:
-    """The release's name (no prefix) of a layer's routed experts, or of one expert's matrix."""
-    base = f"model.layers.{layer}.block_sparse_moe.experts"
-    return base if expert is None else f"{base}.{expert}.{matrix}"
+@dataclass(frozen=True)
+class Skipped:
+    """Tensors of the release that are no part of the text model: how many, and their bytes in the files."""
+
+    count: int
+    nbytes: int
+
+    def describe(self) -> str:
+        names = ", ".join(f"{name}*" for name in SKIPPED)
+        return f"{self.count:,} vision tensors of {self.nbytes:,} bytes are skipped ({names}): only text is served"
 
 
 def canonical_name(raw: str) -> str:
     """A checkpoint's tensor name without `language_model.`, in today's spelling."""
-    return _LEGACY_RES.sub(r"_res_\1.weight", strip_prefix(raw))
+    name = strip_prefix(raw)
+    return _LEGACY_RES.sub(r"_res_\1.weight", name) if "_res." in name else name
 
 
 class Inventory:
-    """The text tensors of a checkpoint by canonical name; `take` ticks off, `problems` says what is wrong."""
+    """The text tensors of a checkpoint by canonical name; `take` ticks off, `problems` says what is wrong.
 
-    def __init__(self, checkpoint: Checkpoint, formats: Formats) -> None:
+    skipped: the vision tensors.
+    """
+
+    def __init__(self, entries: Mapping[str, TensorEntry], formats: Formats) -> None:
         self._formats = formats
+        self._near: tuple[str, Formats] = ("", formats)
         self._left: dict[str, TensorEntry] = {}
         self._problems: list[str] = []
-        raw_names = [name for name in checkpoint.entries if not name.startswith(SKIPPED)]
-        self._prefix = PREFIX if any(name.startswith(PREFIX) for name in raw_names) else ""
-        for raw in raw_names:
-            name = canonical_name(raw)
-            if name in self._left:
-                self._problems.append(f"tensors {self._left[name].name} and {raw} are the same one")
-            self._left[name] = checkpoint.entries[raw]
+        self._misfits: dict[tuple[str, ...], list[str]] = {}
+        self._prefix = ""
+        count = nbytes = 0
+        for raw, entry in entries.items():
+            if raw.startswith(SKIPPED):
+                count, nbytes = count + 1, nbytes + entry.nbytes
+                continue
+            self._left[canonical_name(raw)] = entry
+            if not self._prefix and raw.startswith(PREFIX):
+                self._prefix = PREFIX
+        if len(self._left) != len(entries) - count:
+            self._problems += _same_names(entries)
+        self.skipped = Skipped(count, nbytes)
 
     def take(self, expected: Expected) -> Found:
         """The raw names of what is expected; faults are collected and give no names."""
@@ -70,12 +98,27 @@ class Inventory:
             return self._tensor(expected.name, _FLOATS, (expected.shape,))
         if expected.kind == "a_log":
             return self._a_log(expected)
-        return self._module(expected)
+        return (expected.kind == "expert" and self._expert(expected)) or self._module(expected)
 
     def problems(self) -> list[str]:
         """Every fault, sorted; tensors that nothing expected are extra."""
         extra = [f"extra tensor {entry.name} ({entry.describe()})" for entry in self._left.values()]
-        return sorted(self._problems + extra)
+        return sorted(self._problems + extra + [text for key in self._misfits for text in self._alike(key)])
+
+    def _alike(self, reason: tuple[str, ...]) -> list[str]:
+        """Lines for all tensors that do not fit for one reason; a wrong list makes it half a million of them."""
+        texts = self._misfits[reason]
+        if len(texts) <= _MOST_ALIKE:
+            return texts
+        return [*texts[:3], f"tensors: {len(texts) - 3:,} more of this kind ({', '.join(reason)})"]
+
+    def _declared(self, expected: Expected) -> Declared:
+        if expected.kind != "expert":
+            return self._formats.declared(expected.name)
+        parent = expected.name.rsplit(".", 2)[0]
+        if self._near[0] != parent:  # experts come layer by layer
+            self._near = (parent, self._formats.experts_below(parent))
+        return self._near[1].declared(expected.name)
 
     def _tensor(self, name: str, dtypes: tuple[str, ...], shapes: tuple[tuple[int, ...], ...], suffix="") -> Found:
         entry = self._left.pop(name, None)
@@ -97,13 +140,36 @@ class Inventory:
         padded = len(shape) == 1 and shape[0] >= heads
         return self._tensor(expected.name, _FLOATS, (shape,) if padded else (expected.shape, (1, 1, heads, 1)))
 
+    def _expert(self, expected: Expected) -> Found | None:
+        """The tensors of a matrix of an expert, where they are as they should be; `_module` says what is wrong. A
+        release has a quarter of a million of these matrices."""
+        module, declared, left = expected.name, self._declared(expected), self._left
+        if declared.format != expected.format or declared.contradiction:
+            return None
+        found = {}
+        for suffix, (dtypes, shapes) in _layout(declared.format, expected.shape).items():
+            entry = left.get(module + suffix)
+            if entry is None or entry.dtype not in dtypes or entry.shape not in shapes:
+                return None
+            found[suffix] = entry.name
+        for suffix in found:
+            del left[module + suffix]
+        if declared.format == "nvfp4" and module + ".input_scale" in left:
+            self._input_scale(module)
+        return Found(declared.format, found)
+
+    def _input_scale(self, module: str) -> None:
+        """For four-bit activations: checked, not used."""
+        self._tensor(module + ".input_scale", ("F32",), ((), (1,)))
+
     def _module(self, expected: Expected) -> Found:
-        module, declared = expected.name, self._formats.declared(expected.name)
-        present = {s: self._left[module + s] for s in _SUFFIXES if module + s in self._left}
+        module, declared = expected.name, self._declared(expected)
+        left = self._left
+        present = {suffix: left[name] for suffix in _SUFFIXES if (name := module + suffix) in left}
         actual = _format_of(present)
         fault = self._format_fault(expected, declared, actual, present)
         if fault:
-            self._problems.append(fault)
+            self._misfits.setdefault((f"they are {actual}", declared.entry), []).append(fault)
             for suffix in present:
                 self._left.pop(module + suffix)
             return Found()
@@ -113,8 +179,7 @@ class Inventory:
         for suffix, (dtypes, shapes) in _layout(format, expected.shape).items():
             names |= self._tensor(module + suffix, dtypes, shapes, suffix).names
         if format == "nvfp4" and module + ".input_scale" in self._left:
-            # for four-bit activations: checked, not used
-            self._tensor(module + ".input_scale", ("F32",), ((), (1,)))
+            self._input_scale(module)
         return Found(format, names)
 
     def _format_fault(
@@ -140,6 +205,18 @@ class Inventory:
         )
 
 
+def _same_names(entries: Mapping[str, TensorEntry]) -> list[str]:
+    """A line for every tensor that is there under another name already."""
+    problems: list[str] = []
+    first: dict[str, str] = {}
+    for raw in entries:
+        if not raw.startswith(SKIPPED):
+            other = first.setdefault(canonical_name(raw), raw)
+            if other != raw:
+                problems.append(f"tensors {other} and {raw} are the same one")
+    return problems
+
+
 def _format_of(present: dict[str, TensorEntry]) -> str | None:
     """The format that a module's tensors are in; None when neither their names nor dtypes tell."""
     if ".weight_packed" in present:
@@ -150,6 +227,7 @@ def _format_of(present: dict[str, TensorEntry]) -> str | None:
     return {"U8": "nvfp4", "F8_E4M3": "fp8"}.get(dtype, "plain" if dtype in _FLOATS else None)
 
 
+@lru_cache(maxsize=256)
 def _layout(format: str, shape: tuple[int, ...]) -> dict[str, tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]]:
     """suffix -> (dtypes, shapes) of the tensors of one [out, in] weight."""
     rows, columns = shape

@@ -7,8 +7,8 @@ when the dtypes agree, so that the peak is the model and one tensor.
 
 from __future__ import annotations
 
+import logging
 import os
-from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -16,16 +16,19 @@ import torch
 from torch import Tensor, nn
 
 from dwdp.errors import CheckpointError, ConfigError, ModelMemoryError
-from dwdp.model.checkpoint import DTYPES, Checkpoint, ReadLog, TensorEntry
+from dwdp.model.checkpoint import DTYPES, Checkpoint
 from dwdp.model.config import ModelConfig
 from dwdp.model.decoder import KimiK3Model
-from dwdp.model.formats import Formats, read_formats
-from dwdp.model.inventory import MATRICES, Expected, Inventory, expert_module
+from dwdp.model.formats import Formats, expert_format, expert_module, read_formats
+from dwdp.model.inventory import Expected, Inventory, expected_dense
 from dwdp.model.moe import RoutedExperts
 from dwdp.model.part_reader import PartReader, a_log_values
 from dwdp.model.quant import scale_fp8_blocks_
+from dwdp.model.safetensors_file import ReadLog, TensorEntry
 from dwdp.model.tokenizer import check_tokenizer
 from dwdp.partition.parts import Part
+
+logger = logging.getLogger(__name__)
 
 _DTYPES = {
     "bf16": torch.bfloat16,
@@ -63,6 +66,7 @@ def load_model(
     progress: Progress | None = None,
     read_log: ReadLog | None = None,
     built: Callable[[KimiK3Model], Mapping[str, Part] | None] | None = None,
+    log_skipped: bool = True,
 ) -> KimiK3Model:
     """The text model of checkpoint folder `path`, with the rows of routed experts [start, end) (None: all).
 
@@ -73,6 +77,8 @@ def load_model(
     weight is read. It may refuse it, or give it parameters that lie elsewhere: only what is on the meta device
     still gets memory here, the rest is read into as it is. What it returns are the parts to read of
     parameters, by name, that get no memory in the model: each part is read, handed over and dropped.
+    log_skipped: say in a line of the log how many vision tensors the checkpoint has; ranks whose front end has said
+    it do not.
 
     CheckpointError is one line with every missing, extra or misshapen tensor, and with every tensor that
     quantization_config contradicts. ConfigError for an unknown dtype, ValueError for a bad expert range.
@@ -84,11 +90,11 @@ def load_model(
         model = KimiK3Model(
             config,
             dtype=_resolve_dtype(dtype, checkpoint, torch.device(device)),
-            expert_format=_expert_format(checkpoint, config, formats),
+            expert_format=expert_format(checkpoint.path, config, formats),
             expert_range=expert_range,
             device="meta",
         )
-        places = _match(checkpoint, model, formats)
+        places = _match(checkpoint, model, formats, log_skipped=log_skipped)
         model.checkpoint_config = checkpoint.config
         parts = (built(model) if built is not None else None) or {}
         model.requires_grad_(False)
@@ -121,9 +127,10 @@ def load_reads(path: str | os.PathLike, *, expert_range: tuple[int, int] | None 
     with Checkpoint(path) as checkpoint:
         config = _model_config(checkpoint)
         formats = read_formats(checkpoint.path, checkpoint.config)
-        expert_format = _expert_format(checkpoint, config, formats)
-        model = KimiK3Model(config, expert_format=expert_format, expert_range=expert_range, device="meta")
-        return [checkpoint.entries[name] for name in _match(checkpoint, model, formats)]
+        form = expert_format(checkpoint.path, config, formats)
+        model = KimiK3Model(config, expert_format=form, expert_range=expert_range, device="meta")
+        places = _match(checkpoint, model, formats, log_skipped=True)
+        return [checkpoint.entries[name] for name in places]
 
 
 class WeightUpdate:
@@ -216,28 +223,19 @@ def stored_dtype(path: str | os.PathLike) -> torch.dtype:
         return _stored_dtype(checkpoint)
 
 
-def _expert_format(checkpoint: Checkpoint, config: ModelConfig, formats: Formats) -> str:
-    """The format that config.json gives most experts of the first MoE layer; `_match` finds all others."""
-    if not config.moe_layer_indices:
-        return "plain"
-    layer = config.moe_layer_indices[0]
-    modules = (expert_module(layer, e, w) for e in range(config.num_experts) for w in MATRICES)
-    declared = [formats.declared(module) for module in modules]
-    most = Counter(d.format for d in declared).most_common(1)[0][0]
-    if most == "fp8":
-        entry = next(d.entry for d in declared if d.format == "fp8")
-        raise CheckpointError(f"{checkpoint.path}: {entry}: routed experts are not served in FP8")
-    return most
-
-
 def _match(
-    checkpoint: Checkpoint, model: KimiK3Model, formats: Formats, expert_range: tuple[int, int] | None = None
+    checkpoint: Checkpoint,
+    model: KimiK3Model,
+    formats: Formats,
+    expert_range: tuple[int, int] | None = None,
+    *,
+    log_skipped: bool = False,
 ) -> dict[str, Place]:
     """Raw name -> place of all that this rank reads, in reading order; or one error with every fault.
 
     expert_range: None for all experts that the model's tables have.
     """
-    inventory = Inventory(checkpoint, formats)
+    inventory = Inventory(checkpoint.entries, formats)
     places: dict[str, Place] = {}
     for expected, place in _expectations(model, expert_range):
         found = inventory.take(expected)
@@ -250,6 +248,8 @@ def _match(
     problems = inventory.problems()
     if problems:
         raise CheckpointError(f"{checkpoint.path}: " + "; ".join(problems))
+    if log_skipped and inventory.skipped.count:
+        logger.info("%s", inventory.skipped.describe())
     return {name: places[name] for name in checkpoint.entries if name in places}
 
 
@@ -261,14 +261,9 @@ def _expectations(
     for name, parameter in model.named_parameters():
         if id(parameter) in experts:
             continue
-        shape = tuple(parameter.shape)
-        module = name.removesuffix(".weight")
-        if name.endswith(".A_log"):
-            yield Expected(name, shape, kind="a_log"), {"": Place(name, "a_log")}
-        elif name.endswith(".weight") and len(shape) == 2:
-            yield Expected(module, shape, kind="linear"), {".weight": Place(name)}
-        else:
-            yield Expected(name, shape), {"": Place(name)}
+        expected = expected_dense(name, tuple(parameter.shape))
+        place = Place(name, "a_log" if expected.kind == "a_log" else "copy")
+        yield expected, {".weight" if expected.kind == "linear" else "": place}
     for layer in model.moe_layers():
         first = layer.first_expert
         yield from _expert_expectations(model, layer, expert_range or (first, first + layer.num_rows))

@@ -12,9 +12,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from dwdp.model.formats import FP8_BLOCK, MXFP4_GROUP, NVFP4_GROUP, fp8_scale_shapes
+
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1_MAX, E4M3_MAX = 6.0, 448.0
-MXFP4_GROUP, NVFP4_GROUP, FP8_BLOCK = 32, 16, 128
 
 
 @lru_cache(maxsize=16)
@@ -120,12 +121,6 @@ def fp8_scale_2d(scale: Tensor, n: int, k: int) -> Tensor:
     if tuple(scale.shape) not in shapes:
         raise ValueError(f"FP8 scale of a [{n}, {k}] weight has shape {list(scale.shape)}, not {list(shapes[0])}")
     return scale.reshape(shapes[1])
-
-
-def fp8_scale_shapes(n: int, k: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The two accepted shapes of an [n, k] weight's block scales: the release's four dimensions, and two."""
-    blocks = (-(-n // FP8_BLOCK), -(-k // FP8_BLOCK))
-    return (blocks[0], 1, blocks[1], 1), blocks
 
 
 def quantise_e2m1(x: Tensor) -> Tensor:

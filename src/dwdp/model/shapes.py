@@ -7,11 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from re import match
-from typing import Any
 
-from dwdp.errors import CheckpointError
 from dwdp.model.config import ModelConfig
 
 _ITEMSIZE = {"bfloat16": 2, "float32": 4, "uint8": 1, "float8_e4m3fn": 1}
@@ -115,67 +111,6 @@ def state_bytes_per_sequence(config: ModelConfig) -> int:
 def kv_bytes_per_token(config: ModelConfig) -> int:
     """Bytes of a token's rows in the bf16 cache of all MLA layers."""
     return _num_layers(config, "mla") * TensorShape((config.mla_cache_width,)).nbytes
-
-
-def declared_expert_format(config: ModelConfig) -> str:
-    """The routed experts' format by config.json's quantization_config: plain, mxfp4 or nvfp4.
-
-    Raises CheckpointError for a quantization that is not served. The loader checks the rest of the table.
-    """
-    quantization = config.quantization_config
-    if quantization is None:
-        return "plain"
-    if not isinstance(quantization, dict):
-        raise CheckpointError("config.json quantization_config is not a JSON object")
-    if isinstance(quantization.get("quantization"), dict):  # the layout of ModelOpt's own file
-        quantization = quantization["quantization"]
-    expert = f"model.layers.{config.moe_layer_indices[0]}.block_sparse_moe.experts.0.w1"
-    ignored = _names(quantization.get("ignore") or quantization.get("exclude_modules"), expert)
-    groups = quantization.get("config_groups") or {"": {"targets": ["Linear"]}}
-    if quantization.get("quant_method") == "compressed-tensors" and isinstance(groups, dict):
-        for group in groups.values():
-            targets = group.get("targets") if isinstance(group, dict) else None
-            if not ignored and ("Linear" in (targets or ()) or _names(targets, expert)):
-                declared = group.get("format") or quantization.get("format")
-                if declared != "mxfp4-pack-quantized":
-                    raise CheckpointError(
-                        f"config.json quantization_config has format {declared!r}; mxfp4-pack-quantized is served"
-                    )
-                return "mxfp4"
-        return "plain"
-    table = quantization.get("quantized_layers")
-    if quantization.get("quant_algo") == "MIXED_PRECISION" and isinstance(table, dict):
-        algorithms = {
-            str(entry.get("quant_algo") if isinstance(entry, dict) else None).upper()
-            for name, entry in table.items()
-            if _names([name], expert)
-        }
-        if not algorithms:
-            return "plain"
-        if algorithms == {"NVFP4"}:
-            return "nvfp4"
-        raise CheckpointError(
-            f"config.json quantization_config makes routed experts {', '.join(sorted(algorithms))}; NVFP4 is served"
-        )
-    raise CheckpointError(
-        f"config.json quantization_config has quant_method {quantization.get('quant_method')!r} and quant_algo "
-        f"{quantization.get('quant_algo')!r}; compressed-tensors and modelopt MIXED_PRECISION are served"
-    )
-
-
-def _names(patterns: Any, module: str) -> bool:
-    """Whether one of the entries names the module: `re:` expression, `*` pattern, or whole parts of its name."""
-    prefixed = f"language_model.{module}"
-    for pattern in patterns if isinstance(patterns, list) else ():
-        if str(pattern).startswith("re:"):
-            found = match(pattern[3:], prefixed) or match(pattern[3:], module)
-        elif "*" in str(pattern):
-            found = fnmatchcase(prefixed, pattern) or fnmatchcase(module, pattern)
-        else:
-            found = f".{str(pattern).removeprefix('language_model.')}." in f".{module}."
-        if found:
-            return True
-    return False
 
 
 def _num_layers(config: ModelConfig, kind: str) -> int:

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dwdp.model.checkpoint import DTYPE_NAMES, INDEX_NAME
+from dwdp.model.checkpoint import DTYPE_NAMES
+from dwdp.model.headers import INDEX_NAME
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The tokenizer of a checkpoint folder: tokenizer.json through the `tokenizers` library.
+"""The tokenizer of a checkpoint folder: tokenizer.json through the `tokenizers` library, or else tiktoken.model.
 
 Text is data: no control token is added to it, and text that looks like one stays text.
 """
@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dwdp.errors import CheckpointError
-from dwdp.model.checkpoint import read_config, read_json
+from dwdp.model.headers import read_config, read_json
+from dwdp.model.text_stream import TextStream
+from dwdp.model.tiktoken_model import MODEL_NAME, TiktokenModel, read_tiktoken_model
 
 if TYPE_CHECKING:
     import tokenizers
@@ -22,29 +24,53 @@ _ID_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 class Tokenizer:
     """encode and decode; `eos_ids`: the ids that end a completion; `vocab_size` bounds every id."""
 
-    def __init__(self, plain: tokenizers.Tokenizer, encoder: tokenizers.Tokenizer, eos_ids: tuple[int, ...]) -> None:
-        self._plain, self._encoder = plain, encoder
+    def __init__(self, model: _JsonModel | TiktokenModel, eos_ids: tuple[int, ...]) -> None:
+        self._model = model
         self.eos_ids = eos_ids
 
     def encode(self, text: str) -> list[int]:
         """The ids of `text`: nothing added, the text of a control token encoded as any other text."""
-        return self._encoder.encode(text, add_special_tokens=False).ids
+        return self._model.encode(text)
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `ids`; special tokens are left out unless asked for."""
-        return self._plain.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        return self._model.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def stream(self) -> TextStream:
+        """Gives the text of ids that come one by one, in whole characters."""
+        return TextStream(self.decode)
+
+
+class _JsonModel:
+    """tokenizer.json. plain: as it is, for decoding; encoder: without what it would add or recognise."""
+
+    def __init__(self, plain: tokenizers.Tokenizer, encoder: tokenizers.Tokenizer) -> None:
+        self._plain, self._encoder = plain, encoder
+
+    def encode(self, text: str) -> list[int]:
+        return self._encoder.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
+        return self._plain.decode(ids, skip_special_tokens=skip_special_tokens)
 
 
 def load_tokenizer(path: str | os.PathLike, vocab_size: int) -> Tokenizer | None:
-    """The tokenizer of a checkpoint folder, None when it has no tokenizer.json.
+    """The tokenizer of a checkpoint folder, None when it has neither tokenizer.json (which comes first) nor
+    tiktoken.model.
 
-    CheckpointError when tokenizer.json cannot be read or its largest id is >= vocab_size, and, with or
-    without it, when a bos, eos or pad id of config.json or generation_config.json is outside vocab_size.
+    CheckpointError when it cannot be read or its largest id is >= vocab_size, and, with or without one, when a bos,
+    eos or pad id of config.json or generation_config.json is outside vocab_size.
     """
     eos_ids = eos_token_ids(path, vocab_size)
-    file = Path(path) / "tokenizer.json"
-    if not file.exists():
-        return None
+    folder = Path(path)
+    if (folder / "tokenizer.json").exists():
+        return Tokenizer(_read_json_model(folder / "tokenizer.json", vocab_size), eos_ids)
+    if (folder / MODEL_NAME).exists():
+        return Tokenizer(read_tiktoken_model(folder, vocab_size), eos_ids)
+    return None
+
+
+def _read_json_model(file: Path, vocab_size: int) -> _JsonModel:
     import tokenizers
 
     try:
@@ -59,7 +85,7 @@ def load_tokenizer(path: str | os.PathLike, vocab_size: int) -> Tokenizer | None
     encoder.encode_special_tokens = True
     encoder.no_truncation()
     encoder.no_padding()
-    return Tokenizer(plain, encoder, eos_ids)
+    return _JsonModel(plain, encoder)
 
 
 def check_tokenizer(path: str | os.PathLike, vocab_size: int) -> None:

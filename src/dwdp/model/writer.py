@@ -17,17 +17,9 @@ from torch import Tensor
 
 from dwdp.model.config import ModelConfig
 from dwdp.model.decoder import KimiK3Model
-from dwdp.model.formats import PREFIX
-from dwdp.model.inventory import MATRICES, expert_module
+from dwdp.model.formats import FP8_BLOCK, MATRICES, MXFP4_GROUP, NVFP4_GROUP, PREFIX, expert_module, fp8_scale_shapes
 from dwdp.model.moe import RoutedExperts
-from dwdp.model.quant import (
-    E2M1_VALUES,
-    FP8_BLOCK,
-    MXFP4_GROUP,
-    NVFP4_GROUP,
-    fp8_scale_shapes,
-    quantise_fp8_block,
-)
+from dwdp.model.quant import E2M1_VALUES, quantise_fp8_block
 from dwdp.model.shards import TensorToWrite, write_checkpoint
 
 A_LOG_MULTIPLE = 32  # the release pads A_log with zeros, so the files written here do

@@ -20,6 +20,7 @@ UsageError = typer.BadParameter.__base__
 
 EXIT_FAILED = 1
 EXIT_REFUSED = 2
+_GENERATION = "as the model's generation_config.json"
 
 app = typer.Typer(
     name="dwdp",
@@ -54,7 +55,9 @@ def generate(
     prompt_file: Annotated[
         Path | None, typer.Option(help="UTF-8 file of prompts, one a line; empty lines are skipped.")
     ] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a completion.")] = 16,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help=f"Most tokens of a completion; default {_GENERATION}, else 16.")
+    ] = None,
     ranks: Annotated[int | None, typer.Option(min=1, help="Rank processes; prompt i runs on rank i mod N.")] = None,
     config: Annotated[
         Path | None,
@@ -65,9 +68,15 @@ def generate(
     ] = False,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32 (fp32) or bfloat16 (bf16).")] = None,
-    temperature: Annotated[float, typer.Option(help="0 takes the best token.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Sample from the k most likely tokens; 0 for all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Sample from tokens that hold this probability.")] = 1.0,
+    temperature: Annotated[
+        float | None, typer.Option(help=f"0 takes the best token; default {_GENERATION}, else 0.")
+    ] = None,
+    top_k: Annotated[
+        int | None, typer.Option(help=f"Sample from the k most likely tokens, 0: all; default {_GENERATION}, else 0.")
+    ] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help=f"Sample from tokens with this probability; default {_GENERATION}, else 1.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Makes a sampled completion repeatable.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="A text that ends a completion.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end token.")] = False,
@@ -82,15 +91,10 @@ def generate(
     _configure_logging(quiet)
     from dwdp.executor.request import SamplingParams
 
-    params = SamplingParams(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        stop=tuple(stop or ()),
-        ignore_eos=ignore_eos,
-    )
+    asked = {"max_tokens": max_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+    params = {name: value for name, value in asked.items() if value is not None}
+    params |= {"stop": tuple(stop or ()), "ignore_eos": ignore_eos}
+    SamplingParams(**params)  # refuses what is wrong, whatever the model's own defaults are
     prompts = _prompts(prompt, prompt_file)
     given = {"ranks": ranks, "device": device, "dtype": dtype, "replicated": replicated or None}
 
@@ -187,8 +191,11 @@ def demo(
 
 @app.command()
 def plan(
-    model: Annotated[str, typer.Option(help="kimi-k3, nano-k3 or a folder with a config.json.")],
-    ranks: Annotated[int, typer.Option(min=1, help="Ranks that share the experts, one GPU each.")],
+    path: Annotated[str | None, typer.Argument(help="The same as --model.", show_default=False)] = None,
+    model: Annotated[str | None, typer.Option(help="kimi-k3, nano-k3 or a folder with a config.json.")] = None,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Ranks that share the experts, one GPU each; default for a folder: 1.")
+    ] = None,
     format_name: Annotated[
         str | None,
         typer.Option("--format", help="Of the routed experts: nvfp4, mxfp4 or bf16; default: as config.json says."),
@@ -221,15 +228,26 @@ def plan(
     kv_fraction: Annotated[
         float | None, typer.Option(help="Share of the memory left that the KV cache takes; default 0.9.")
     ] = None,
+    reads: Annotated[
+        int | None, typer.Option(min=0, metavar="R", help="Print what rank R reads of the folder's files.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
 ) -> None:
     """What N ranks hold and move of a model; with a GPU also whether it fits and from which step on it pays."""
     from dwdp.tools.hardware import choose_gpu
     from dwdp.tools.plan import run_plan
+    from dwdp.tools.plan_model import KNOWN_MODELS
+
+    if (model is None) == (path is None):
+        given = "no model" if model is None else f"two models, {path} and --model {model}"
+        raise ConfigError(f"{given}: dwdp plan takes one, as its argument or as --model")
+    model = path if model is None else model
+    if ranks is None and model in KNOWN_MODELS:
+        raise ConfigError(f"--ranks is missing: into how many ranks are the experts of {model} to be divided?")
 
     run_plan(
         model,
-        ranks,
+        1 if ranks is None else ranks,
         format_name,
         choose_gpu(gpu, gpu_memory, link_gbps, tflops),
         config_file=config,
@@ -237,6 +255,7 @@ def plan(
         dense=dense,
         dense_options={"segments": segments, "min_bytes": min_bytes, "store_chunk_mb": store_chunk_mb},
         kv_fraction=kv_fraction,
+        reads_of=reads,
         as_json=as_json,
     )
 

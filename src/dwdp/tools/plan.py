@@ -1,6 +1,7 @@
 """`dwdp plan`: where experts lie, what a rank holds and moves, whether it fits a GPU and from which step on it pays.
 
-Arithmetic on the model's config.json alone: no torch, no GPU, no weights. Geometry is that of CUDA memory.
+Arithmetic on the model's config.json and, for a folder, on the headers of its files: no torch, no GPU, no weights.
+Geometry is that of CUDA memory.
 """
 
 from __future__ import annotations
@@ -12,13 +13,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dwdp.errors import CheckpointError, ConfigError, MemoryBudgetError
+from dwdp.errors import ConfigError, MemoryBudgetError
 from dwdp.memory.pages import fit_page_bytes
 from dwdp.model import shapes
 from dwdp.model.config import ModelConfig
 from dwdp.partition.experts import ExpertPartition
 from dwdp.tools.hardware import Gpu
 from dwdp.tools.plan_dense import PAGE_GRANULES, DensePlan, DenseSizes
+from dwdp.tools.plan_folder import LoadPlan
+from dwdp.tools.plan_model import FORMATS, KNOWN_MODELS, folder_of, read_model
 from dwdp.weights.plan import composite_geometry, count_mappings
 
 GRANULE_BYTES = 2 << 20
@@ -29,9 +32,6 @@ WORKING_RESERVE_BYTES = 8 << 30
 of 16,384 tokens (residual snapshots 2 GB, tokens gathered for their experts and the experts' inner rows 5 GB)."""
 KV_FRACTION = 0.9
 """Share of the memory that is left which the KV cache takes, where no option says otherwise."""
-
-KNOWN_MODELS = {"kimi-k3": Path(__file__).resolve().parent.parent / "models" / "kimi-k3.json"}
-_FORMATS = {"nvfp4": "nvfp4", "mxfp4": "mxfp4", "bf16": "plain"}  # as the option spells them -> as the model does
 
 
 @dataclass(frozen=True)
@@ -124,20 +124,27 @@ class GpuPlan:
 
 @dataclass(frozen=True)
 class Plan:
+    """load: of a folder with weights, else None."""
+
     partition: ExpertPartition
     num_slots: int
     page_bytes: int
     ranks: tuple[RankPlan, ...]
     gpu: GpuPlan | None = None
     dense: DensePlan | None = None
+    load: LoadPlan | None = None
 
     def document(self) -> dict[str, Any]:
-        """The document of `--json`."""
+        """The document of `--json`, without reads."""
         ranges = [list(bounds) for bounds in self.partition.ranges]
+        ranks = [asdict(rank) for rank in self.ranks]
+        if self.load is not None:
+            ranks = [rank | load.document() for rank, load in zip(ranks, self.load.loads)]
         return {
             "partition": {"kind": self.partition.kind, "ranges": ranges},
             "page_bytes": self.page_bytes,
-            "ranks": [asdict(rank) for rank in self.ranks],
+            **({} if self.load is None else {"checkpoint": self.load.checkpoint()}),
+            "ranks": ranks,
             **({} if self.dense is None else {"dense": self.dense.document()}),
             **({} if self.gpu is None else asdict(self.gpu)),
         }
@@ -286,46 +293,6 @@ def _mappings(sizes: ModelSizes, partition: ExpertPartition, rank: int, page_byt
     return sizes.num_layers * count_mappings(sizes.row_nbytes, partition, rank, GRANULE_BYTES, page_bytes)
 
 
-def read_model(model: str, format_name: str | None) -> tuple[ModelConfig, str]:
-    """--model and --format -> the config and the experts' format as the option spells it.
-
-    A folder's config.json decides the format, and a --format that differs is refused; a model known by name is
-    planned in any format. Raises ValueError, one line.
-    """
-    if format_name is not None and format_name not in _FORMATS:
-        raise ValueError(f"--format {format_name} is unknown; known are {', '.join(_FORMATS)}")
-    path = KNOWN_MODELS.get(model)
-    known = path is not None
-    if path is None:
-        path = _folder(model) / "config.json"
-    try:
-        config = ModelConfig.from_dict(json.loads(path.read_text(encoding="utf-8")))
-    except OSError as error:
-        raise CheckpointError(f"--model {model}: {path} cannot be read: {error.strerror}") from None
-    except ConfigError as error:
-        raise ConfigError(f"--model {model}: {error}") from None
-    except ValueError as error:
-        raise CheckpointError(f"--model {model}: {path} is not JSON: {error}") from None
-    if known and format_name is not None:
-        return config, format_name
-    if not config.moe_layer_indices:
-        raise ConfigError(f"--model {model} has no routed experts, there is nothing to plan")
-    declared = shapes.declared_expert_format(config)
-    found = next(name for name, form in _FORMATS.items() if form == declared)
-    if format_name not in (None, found):
-        raise ValueError(f"--format {format_name}: the experts of --model {model} are {found} by its config.json")
-    return config, found
-
-
-def _folder(model: str) -> Path:
-    from dwdp.executor.settings import NANO_MODEL, model_folder
-
-    if model != NANO_MODEL and not Path(model).is_dir():
-        names = ", ".join([*KNOWN_MODELS, NANO_MODEL])
-        raise CheckpointError(f"no such model: --model {model} is neither a folder with a config.json nor {names}")
-    return model_folder(model)
-
-
 def run_plan(
     model: str,
     ranks: int,
@@ -337,9 +304,11 @@ def run_plan(
     dense: bool = False,
     dense_options: Mapping[str, Any],
     kv_fraction: float | None = None,
+    reads_of: int | None = None,
     as_json: bool,
 ) -> None:
     """Makes the plan and prints it. experts, dense_options: by field of their config sections, None where not given.
+    reads_of: the rank whose reads of the folder are printed too.
 
     Raises ValueError or MemoryBudgetError before anything is printed.
     """
@@ -352,20 +321,31 @@ def run_plan(
         raise ConfigError(f"--kv-fraction {kv_fraction:g} has no effect without a GPU: name one or describe it")
     elif not 0 < kv_fraction <= 1:
         raise ConfigError(f"--kv-fraction {kv_fraction:g} must be above 0 and at most 1")
-    config, format_name = read_model(model, format_name)
-    shipped = None if model in KNOWN_MODELS else _folder(model) / SHIPPED_CONFIG
+    if reads_of is not None and not 0 <= reads_of < ranks:
+        raise ConfigError(f"--reads {reads_of} is no rank of --ranks {ranks}: 0 to {ranks - 1}")
+    planned = read_model(model, format_name)
+    config, format_name = planned.config, planned.format_name
+    if reads_of is not None and planned.folder is None:
+        raise ConfigError(f"--reads {reads_of}: --model {model} is no folder with safetensors files")
+    shipped = None if model in KNOWN_MODELS else folder_of(model) / SHIPPED_CONFIG
     settings = read_settings(ranks, config_file, shipped, experts=experts, dense=dense, dense_options=dense_options)
-    sizes = ModelSizes.of(config, _FORMATS[format_name])
+    sizes = ModelSizes.of(config, FORMATS[format_name])
     dense_sizes = None
     if settings.dense is not None:
         dense_sizes = DenseSizes.of(config, settings.dense, factor_nbytes=sizes.factor_nbytes)
     size, stride, num_slots = settings.experts.values()
     split = Split(ranks, size, stride)
     plan = make_plan(sizes, split, num_slots, gpu, dense=dense_sizes, kv_fraction=kv_fraction)
-    for note in settings.notes:
+    if planned.folder is not None:
+        sharded = settings.dense if settings.dense is not None and settings.dense.load == "sharded" else None
+        plan = replace(plan, load=LoadPlan(planned.folder, plan.partition, sharded))
+    reads = None if reads_of is None else plan.load.reads(reads_of)
+    skipped = () if planned.folder is None or not planned.folder.skipped.count else (planned.folder.skipped.describe(),)
+    for note in (*skipped, *settings.notes):
         print(f"dwdp: {note}", file=sys.stderr)
     if as_json:
-        print(json.dumps(plan.document()))
+        listed = {} if reads is None else {"reads": [read.document() for read in reads]}
+        print(json.dumps(plan.document() | listed))
         return
     from dwdp.tools.plan_text import print_plan
 
@@ -377,3 +357,7 @@ def run_plan(
         print_plan(
             title, sizes, plan, gpu, kv_fraction=kv_fraction, alone=alone, dense=dense_sizes, settings=settings.dense
         )
+    if plan.load is not None:
+        from dwdp.tools.plan_folder_text import print_load
+
+        print_load(plan.load, reads_of, reads)
