@@ -143,7 +143,7 @@ def test_a_model_without_dense_roots_is_refused_before_its_weights_are_read(tiny
     from dwdp.model.decoder import DecoderLayer
 
     monkeypatch.setattr(DecoderLayer, "dense_dwdp_roots", lambda self: {})
-    monkeypatch.setattr(loader, "_fill", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr(loader, "_fill", lambda *_, **__: pytest.fail("weights were read"))
     with pytest.raises(DwdpError, match="dense roots"):
         run_rank_threads(2, lambda group: build_rank(thread_settings(tiny, 2), group, rank=group.rank))
 

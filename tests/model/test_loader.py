@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from dwdp.env import child_environment
 from dwdp.errors import CheckpointError, ConfigError, ModelMemoryError
-from dwdp.model import quant
+from dwdp.model import loader, quant, read_plan
 from dwdp.model.checkpoint import Checkpoint
 from dwdp.model.loader import load_model, load_reads
 from dwdp.model.writer import random_checkpoint
@@ -106,6 +106,19 @@ def test_every_parameter_equals_the_reference(tmp_path, expert_format, fp8, pref
     assert not any(p.requires_grad for p in model.parameters()) and not model.training
 
 
+@pytest.mark.parametrize("expert_format, fp8", FORMATS)
+@pytest.mark.parametrize("dtype", ["float32", "bf16"])
+def test_tensors_that_are_cut_into_many_reads_have_the_same_bytes(tmp_path, monkeypatch, expert_format, fp8, dtype):
+    """Fails when a cut goes through an element, or a piece lands beside the one before it."""
+    random_checkpoint(tmp_path, tiny_config_dict(hidden_size=192), expert_format=expert_format, fp8_attention=fp8)
+    log, whole = [], load_model(tmp_path, dtype=dtype).state_dict()
+    monkeypatch.setattr(read_plan, "MAX_READ_NBYTES", 1111)
+    cut = load_model(tmp_path, dtype=dtype, read_log=lambda *read: log.append(read)).state_dict()
+    assert sum(nbytes <= 1111 for _, _, nbytes in log) > 300
+    for name, value in whole.items():
+        assert torch.equal(cut[name].view(torch.uint8), value.view(torch.uint8)), name
+
+
 def test_packed_tables_hold_the_files_bytes(tmp_path):
     random_checkpoint(tmp_path, tiny_config_dict(), expert_format="nvfp4")
     experts, tensors = load_model(tmp_path, expert_range=(2, 5)).moe_layers()[1], stored(tmp_path)
@@ -148,9 +161,15 @@ def test_a_rank_reads_its_own_experts_bytes_and_no_others(tmp_path, expert_forma
         expert = name.split(".experts.")[1].split(".")[0] if ".experts." in name else None
         if expert in (None, "2", "3", "4") and not name.endswith("input_scale"):
             mine.append((entry.file, entry.offset, entry.nbytes))
-    assert sorted(reads) == sorted(mine)
+    assert [(e.file, e.offset, e.nbytes) for e in load_reads(tmp_path, expert_range=(2, 5))] == sorted(mine)
     assert reads == sorted(reads), "each file once, offsets ascending"
-    assert [(e.file, e.offset, e.nbytes) for e in load_reads(tmp_path, expert_range=(2, 5))] == reads
+    for (file, offset, nbytes), (next_file, next_offset, _) in zip(reads, reads[1:]):
+        assert file != next_file or offset + nbytes <= next_offset, "a byte is read twice"
+    for file, offset, nbytes in mine:
+        assert any(f == file and o <= offset and offset + nbytes <= o + n for f, o, n in reads)
+    needed = sum(nbytes for _, _, nbytes in mine)
+    assert needed <= sum(nbytes for _, _, nbytes in reads) <= 1.05 * needed
+    assert len(reads) < len(mine) / 3
 
 
 def test_nothing_is_mapped_and_no_descriptor_stays_open(tmp_path):
@@ -163,7 +182,7 @@ def test_nothing_is_mapped_and_no_descriptor_stays_open(tmp_path):
 
     during = []
     model = load_model(tmp_path, progress=lambda done, total: during.append(held()))
-    assert all(not mapped and len(files) == 1 for mapped, files in during)
+    assert during and all(not mapped and len(files) <= 2 for mapped, files in during)
     assert held() == (False, [])
     assert model.lm_head.weight.isfinite().all()
     rewrite_file = tmp_path / "model-00002-of-00002.safetensors"
@@ -182,11 +201,11 @@ def test_progress_counts_this_ranks_bytes_to_the_end(tmp_path):
     load_model(tmp_path, expert_range=(0, 2), progress=lambda done, total: seen.append((done, total)))
     assert [done for done, _ in seen] == sorted({done for done, _ in seen})
     total = sum(e.nbytes for e in load_reads(tmp_path, expert_range=(0, 2)))
-    assert seen[-1] == (total, total) and len(seen) == len(load_reads(tmp_path, expert_range=(0, 2)))
+    assert seen[-1] == (total, total) and {of for _, of in seen} == {total} and len(seen) > 3
 
 
-def test_the_peak_is_the_model_and_one_tensor(tmp_path):
-    # 134 MB of bf16 become 268 MB of float32; the largest tensor is the 33.5 MB (bf16) embedding
+def test_the_peak_is_the_model_and_the_buffers(tmp_path):
+    # 134 MB of bf16 become 268 MB of float32 by way of staging memory
     config = tiny_config_dict(vocab_size=65536, hidden_size=256, intermediate_size=43690)
     random_checkpoint(tmp_path, config)
     try:
@@ -197,7 +216,7 @@ def test_the_peak_is_the_model_and_one_tensor(tmp_path):
     model = load_model(tmp_path)
     peak, size = _status("VmHWM") - before, sum(p.nbytes for p in model.parameters())
     assert size > 200e6
-    assert peak < size + 33.6e6 + 24e6, (peak, size)
+    assert peak < size + (128 << 20), (peak, size)
 
 
 def _status(key):
@@ -212,7 +231,7 @@ def _status(key):
 def test_a_gpu_without_room_for_the_weights_is_one_clear_line(tmp_path, monkeypatch, tensors):
     """Fails when torch's own error, which has many lines, comes through, or when a sum leaves tensors out."""
     random_checkpoint(tmp_path, tiny_config_dict())
-    nbytes, real, taken = sum(p.nbytes for p in load_model(tmp_path).parameters()), torch.empty_like, []
+    nbytes, real, taken = sum(p.nbytes for p in load_model(tmp_path).parameters()), loader._memory_for, []
 
     def with_little_room(*args, **options):
         if len(taken) == tensors:
@@ -220,7 +239,7 @@ def test_a_gpu_without_room_for_the_weights_is_one_clear_line(tmp_path, monkeypa
         taken.append(real(*args, **options))
         return taken[-1]
 
-    monkeypatch.setattr(torch, "empty_like", with_little_room)
+    monkeypatch.setattr(loader, "_memory_for", with_little_room)
     with pytest.raises(ModelMemoryError, match="load: sharded") as caught:
         load_model(tmp_path)
     text = str(caught.value)
@@ -627,12 +646,12 @@ def test_token_ids_outside_the_vocabulary_are_refused_before_weights_are_read(tm
 
 
 def test_reading_and_building_load_no_compiler_and_leave_no_folder(tmp_path):
-    """A meta model with noise in it would be run through torch's compiler."""
+    """A meta model with noise in it would be run through torch's compiler, `empty_like` of one through sympy."""
     random_checkpoint(tmp_path / "model", tiny_config_dict())
     (tmp_path / "tmp").mkdir()
     code = (
         "import sys; from dwdp.model.loader import load_model, load_reads; "
-        "load_reads(sys.argv[1]); load_model(sys.argv[1]); assert 'torch._dynamo' not in sys.modules"
+        "load_reads(sys.argv[1]); load_model(sys.argv[1]); assert not {'torch._dynamo', 'sympy'} & sys.modules.keys()"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "model")]
     subprocess.run(command, env=child_environment(TMPDIR=str(tmp_path / "tmp")), check=True, timeout=60)

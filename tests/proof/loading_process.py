@@ -21,7 +21,7 @@ from dwdp.executor.create import build_rank
 from dwdp.executor.settings import resolve
 from dwdp.group.threads import run_rank_threads
 from dwdp.memory.host import HostDomain
-from dwdp.model.checkpoint import Checkpoint
+from dwdp.model.reader import _Run
 from dwdp.runtime.manager import DwdpManager
 from dwdp.weights.ring import PrefetchRing
 
@@ -34,7 +34,7 @@ def anonymous_bytes() -> int:
 
 
 class Watch:
-    """Looks wherever memory is taken: behind every read and every new memfd."""
+    """Looks wherever memory is taken: behind every tensor read and every new memfd."""
 
     def __init__(self) -> None:
         self.before = anonymous_bytes()
@@ -42,7 +42,7 @@ class Watch:
         self.moving = self.peak = 0
         self.ring_begun = False
         self._lock = threading.Lock()
-        for owner, name in ((HostDomain, "create"), (Checkpoint, "read_into")):
+        for owner, name in ((HostDomain, "create"), (_Run, "_complete")):
             setattr(owner, name, self._behind(getattr(owner, name)))
         allocate = PrefetchRing.allocate
 

@@ -7,10 +7,12 @@ weights are read.
 
 from __future__ import annotations
 
+import json
 import threading
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from dwdp.config.schema import DenseConfig
@@ -19,15 +21,16 @@ from dwdp.executor.create import build_rank
 from dwdp.executor.settings import resolve
 from dwdp.group.threads import run_rank_threads
 from dwdp.memory.host import HostDomain
-from dwdp.model import loader
+from dwdp.model import loader, read_plan, reader
 from dwdp.model.config import ModelConfig
 from dwdp.model.decoder import KimiK3Model
 from dwdp.model.headers import read_config
-from dwdp.model.part_reader import PartReader
+from dwdp.model.landing import Landings
 from dwdp.runtime import load_rows
 from dwdp.runtime.dense_manager import DenseDwdpManager
 from dwdp.weights.store import RowStore
 from tests.support.system import DENSE, SMALL_PAGES, lockstep, prompt, replicated, shared, write_random
+from tests.support.tiny import tiny_config_dict
 
 SHARDED = {**DENSE, "load": "sharded"}
 LENGTH = 14
@@ -91,20 +94,71 @@ def test_every_byte_goes_to_the_row_that_it_belongs_to(model):
         assert len(mine) > 0 and all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
 
-def test_a_tensor_is_gone_before_the_next_one_is_read(model, monkeypatch):
-    """So that no more than one lies beside the rows, whatever the number of layers."""
-    taken: dict[int, list[StorageWeakRef]] = {}
+@pytest.mark.parametrize("fp8", [False, True])
+def test_what_does_not_go_straight_into_a_row_is_gone_before_the_next(tmp_path, monkeypatch, fp8):
+    """So that no more than what reads in flight hold lies beside the rows, whatever the number of layers."""
+    folder = write_random(tmp_path / "m", num_experts=7, fp8_attention=fp8)
+    monkeypatch.setattr(read_plan, "MAX_READ_NBYTES", 512)
+    beside: dict[int, list[StorageWeakRef]] = {}
+    most, straight = [], []
     take = load_rows.LoadedRows._take
 
     def watching(self, number, i, values):
-        mine = taken.setdefault(self.store.rank, [])
-        assert all(storage.expired() for storage in mine)
-        mine.append(StorageWeakRef(values.untyped_storage()))
+        mine = beside.setdefault(self.store.rank, [])
+        if values.data_ptr() == self.store.part(number, i).data_ptr():
+            straight.append(values.nbytes)
+        else:
+            mine.append(StorageWeakRef(values.untyped_storage()))
+        most.append(sum(not storage.expired() for storage in mine))
         take(self, number, i, values)
 
     monkeypatch.setattr(load_rows.LoadedRows, "_take", watching)
-    for rank in shared(model, 2, lambda rank: rank.rank, dense=SHARDED):
-        assert len(taken[rank]) > 20 and taken[rank][-1].expired()
+    for rank in shared(folder, 2, lambda rank: rank.rank, dense=SHARDED, dtype="bfloat16"):
+        assert all(storage.expired() for storage in beside[rank])
+        assert (len(beside[rank]) > 8) if fp8 else len(straight) > 60
+    assert max(most) <= 1
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_that_are_cut_into_many_reads_have_the_same_bytes(tmp_path, monkeypatch, fp8, dtype):
+    config = tiny_config_dict()["linear_attn_config"] | {
+        "head_dim": 80
+    }  # 320 rows of weights: the third block is partial
+    folder = write_random(tmp_path / "m", num_experts=7, fp8_attention=fp8, hidden_size=192, linear_attn_config=config)
+
+    def body(rank):
+        store = rank.manager.dense.weights.store
+        return [store.row(rank.rank, number).clone() for number in range(len(store.layout.blobs))]
+
+    whole = shared(folder, 3, body, dense=DENSE, dtype=dtype)
+    monkeypatch.setattr(read_plan, "MAX_READ_NBYTES", 1111)
+    cut = shared(folder, 3, body, dense=SHARDED, dtype=dtype)
+    for mine, theirs in zip(cut, whole, strict=True):
+        assert len(mine) > 0 and all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+def test_scales_far_behind_their_weights_are_read_first(tmp_path, monkeypatch):
+    """Else all FP8 weights of a rank would wait beside its rows, in the worst of orders."""
+    folder = write_random(tmp_path / "m", num_experts=7, fp8_attention=True)
+    tensors = load_file(folder / "model.safetensors")
+    scales = {k: v for k, v in tensors.items() if k.endswith("_scale")}
+    save_file({k: v for k, v in tensors.items() if k not in scales}, folder / "a.safetensors")
+    save_file(scales, folder / "b.safetensors")
+    weight_map = {k: "b.safetensors" if k in scales else "a.safetensors" for k in tensors}
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    reference = replicated(folder, compute)
+    waiting, have = [], Landings._scale_if_both
+
+    def watching(self, name):
+        have(self, name)
+        waiting.append(len(self._unscaled.keys() & self._parts.keys()))
+
+    monkeypatch.setattr(Landings, "_scale_if_both", watching)
+    for found in shared(folder, 2, compute, dense={**SHARDED, "segments": "attn"}):
+        assert same(found, reference)
+    assert len(waiting) > 50 and max(waiting) == 0
 
 
 def cap(model, n: int) -> int:
@@ -207,32 +261,32 @@ def meta_model(folder):
 
 @pytest.mark.parametrize("error", [OSError("disk gone"), KeyboardInterrupt()])
 def test_a_load_that_fails_on_the_way_gives_the_rows_back(model, monkeypatch, error):
-    domains, read = [], loader._read_to
+    domains, complete = [], reader._Run._complete
     opened = HostDomain.__init__
 
     def note(self, *args, **options):
         opened(self, *args, **options)
         domains.append(self)
 
-    def failing(checkpoint, entry, target):
-        if "layers.3" in entry.name:
+    def failing(run, i, room):
+        if "layers.3" in run.landings[i].entry.name:
             raise error
-        read(checkpoint, entry, target)
+        complete(run, i, room)
 
     monkeypatch.setattr(HostDomain, "__init__", note)
-    monkeypatch.setattr(loader, "_read_to", failing)
+    monkeypatch.setattr(reader._Run, "_complete", failing)
     with pytest.raises(type(error)):
         shared(model, 2, compute, dense=SHARDED, timeout=20)
     assert len(domains) == 2 and all(domain.live() == NOTHING for domain in domains)
 
 
 def test_a_tensor_that_was_not_read_is_named(model, monkeypatch):
-    read = PartReader.read
+    of = Landings.of
 
-    def forgetting(self, entry, name, how):
-        return name == "model.layers.2.self_attn.o_proj.weight" or read(self, entry, name, how)
+    def forgetting(self, entry, place):
+        return None if place.parameter == "model.layers.2.self_attn.o_proj.weight" else of(self, entry, place)
 
-    monkeypatch.setattr(PartReader, "read", forgetting)
+    monkeypatch.setattr(Landings, "of", forgetting)
     with pytest.raises(DwdpError, match="layers.2.self_attn.o_proj.weight was not loaded into its row"):
         shared(model, 2, compute, dense=SHARDED, timeout=20)
 
@@ -256,6 +310,7 @@ def test_each_rank_reads_its_own_rows_and_what_stays_whole_and_nothing_else(tmp_
         return load_model(path, **options, read_log=log)
 
     monkeypatch.setattr(loader, "load_model", counted)
+    monkeypatch.setattr(read_plan, "OVER_READ", 0)  # no gap is read along
     totals = {}
     for load in ("whole", "sharded"):
         read.clear()

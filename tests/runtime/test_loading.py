@@ -21,8 +21,7 @@ from dwdp.group.comm import Group
 from dwdp.group.threads import run_rank_threads
 from dwdp.memory.host import HostDomain
 from dwdp.memory.libc import HostCalls
-from dwdp.model import loader
-from dwdp.model.checkpoint import Checkpoint
+from dwdp.model import loader, reader
 from dwdp.runtime import setup_experts as module
 from dwdp.runtime.manager import DwdpManager
 from dwdp.runtime.setup_dense import DenseSetup
@@ -101,7 +100,7 @@ def test_rows_are_read_into_the_handles_and_setup_copies_none(tmp_path, monkeypa
         tmp_path / "m", num_experts=7, expert_format=fmt, routed_expert_hidden_size=64, fp8_attention=fmt == "nvfp4"
     )
     expected = replicated(folder, lambda rank: rank.logits(prompt(0, LENGTH)), dtype="bfloat16")
-    managers, read, into_handles, before = {}, Checkpoint.read_into, [], {}
+    managers, complete, into_handles, before = {}, reader._Run._complete, [], {}
     prepare, setup, copy = DwdpManager.prepare, DwdpManager.setup, torch.Tensor.copy_
 
     def preparing(manager, built):
@@ -110,13 +109,13 @@ def test_rows_are_read_into_the_handles_and_setup_copies_none(tmp_path, monkeypa
         assert all(t.is_cpu for experts in built.moe_layers() for t in experts.expert_tables().values())
         assert all(t.is_meta for experts in built.moe_layers() for t in experts.small_tensors().values())
 
-    def reading(checkpoint, entry, out):
-        held = any(manager.domain.holds(out) for manager in managers.values())
-        if ".experts." in entry.name and not entry.name.endswith(("_scale_2", "input_scale")):
+    def completing(run, i, room):
+        name, held = run.landings[i].entry.name, any(manager.domain.holds(room) for manager in managers.values())
+        if ".experts." in name and not name.endswith(("_scale_2", "input_scale")):
             into_handles.append(held)
         else:
-            assert not held, entry.name
-        read(checkpoint, entry, out)
+            assert not held, name
+        complete(run, i, room)
 
     def setting_up(manager, loaded):
         before[manager.group.rank] = outside_bytes(loaded, manager.domain), manager.domain.allocated_bytes
@@ -129,7 +128,7 @@ def test_rows_are_read_into_the_handles_and_setup_copies_none(tmp_path, monkeypa
 
     monkeypatch.setattr(DwdpManager, "prepare", preparing)
     monkeypatch.setattr(DwdpManager, "setup", setting_up)
-    monkeypatch.setattr(Checkpoint, "read_into", reading)
+    monkeypatch.setattr(reader._Run, "_complete", completing)
     monkeypatch.setattr(torch.Tensor, "copy_", copying)
 
     def body(rank):
@@ -238,10 +237,10 @@ def test_a_failure_before_or_while_loading_leaves_nothing(model, monkeypatch, ca
     owner, name, options = {
         "handle": (HostDomain, "create", {"call": 3}),
         "map": (HostDomain, "map", {"call": 3}),
-        "read": (Checkpoint, "read_into", {"call": 150}),
+        "read": (reader._Run, "_complete", {"call": 150}),
         "behind the last read": (loader, "_fill", {"after": True}),
     }[step]
-    if owner in (Checkpoint, loader):
+    if owner in (reader._Run, loader):
         options["rank_of"] = lambda args: int(threading.current_thread().name.rsplit("-", 1)[1])
     fail_on(monkeypatch, owner, name, 1, error, **options)
     outcomes = set_up(model, 2, monkeypatch, dense)

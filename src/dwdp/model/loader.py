@@ -1,8 +1,8 @@
 """From a checkpoint folder to a model: what must be there, what is read, and where each tensor goes.
 
 Every header is read first and every fault of names, shapes, dtypes and formats collected, before memory is
-taken. Then this rank's tensors are read file by file in ascending order, each straight into its parameter
-when the dtypes agree, so that the peak is the model and one tensor.
+taken. Then this rank's tensors are read file by file in ascending order, many at once (reader.py), each straight into
+its parameter when the dtypes agree, so that the peak is the model and a few buffers.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Container, Iterator, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +20,11 @@ from dwdp.model.config import ModelConfig
 from dwdp.model.decoder import KimiK3Model
 from dwdp.model.formats import Formats, expert_format, expert_module, read_formats
 from dwdp.model.inventory import Expected, Inventory, expected_dense
+from dwdp.model.landing import Landings, Place
 from dwdp.model.moe import RoutedExperts
-from dwdp.model.part_reader import PartReader, a_log_values
-from dwdp.model.quant import scale_fp8_blocks_
+from dwdp.model.reader import Progress, ReadResult, read_landings
 from dwdp.model.safetensors_file import ReadLog, TensorEntry
+from dwdp.model.staging import copies_to
 from dwdp.model.tokenizer import check_tokenizer
 from dwdp.partition.parts import Part
 
@@ -38,23 +38,6 @@ _DTYPES = {
     "fp32": torch.float32,
     "float32": torch.float32,
 }
-# bytes read so far, bytes to read in all
-Progress = Callable[[int, int], None]
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a tensor goes: a parameter or one expert's part of it. `how`: copy, fp8, fp8_scale or a_log."""
-
-    parameter: str
-    how: str = "copy"
-    row: int | None = None
-    part: slice | int | None = None
-
-    def view(self, parameter: Tensor) -> Tensor:
-        view = parameter.detach()
-        view = view if self.row is None else view[self.row]
-        return view if self.part is None else view[self.part]
 
 
 def load_model(
@@ -99,7 +82,7 @@ def load_model(
         parts = (built(model) if built is not None else None) or {}
         model.requires_grad_(False)
         _materialise(model, device, parts)
-        _fill(checkpoint, model, places, progress, PartReader(checkpoint, model, parts, device))
+        _fill(checkpoint, model, places, progress, read_log=read_log, parts=parts, device=device)
     return model.eval()
 
 
@@ -111,7 +94,7 @@ def _materialise(model: nn.Module, device: str | torch.device, elsewhere: Contai
         for prefix, module in model.named_modules():
             for name, parameter in module.named_parameters(recurse=False):
                 if parameter.is_meta and f"{prefix}.{name}".lstrip(".") not in elsewhere:
-                    setattr(module, name, nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=False))
+                    setattr(module, name, nn.Parameter(_memory_for(parameter, device), requires_grad=False))
                     taken += parameter.nbytes
     except torch.OutOfMemoryError as error:
         missing = {name: p for name, p in model.named_parameters() if p.is_meta and name not in elsewhere}
@@ -120,6 +103,11 @@ def _materialise(model: nn.Module, device: str | torch.device, elsewhere: Contai
             f"memory on {device}, which ran out {taken} bytes on; free memory there, use more ranks, dense DWDP with "
             "load: sharded (dense_dwdp), or a smaller model"
         ) from error
+
+
+def _memory_for(parameter: Tensor, device: str | torch.device) -> Tensor:
+    # `empty_like` of a tensor on the meta device would import sympy, for seconds
+    return torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
 
 
 def load_reads(path: str | os.PathLike, *, expert_range: tuple[int, int] | None = None) -> list[TensorEntry]:
@@ -163,11 +151,8 @@ class WeightUpdate:
 
     def _check_values(self) -> None:
         """What `_fill` could refuse, found before anything is written."""
-        parameters = dict(self._model.named_parameters())
-        for name, place in self._places.items():
-            if place.how == "a_log":
-                entry = self._checkpoint.entries[name]
-                a_log_values(self._checkpoint, entry, parameters[place.parameter].numel())
+        checks = Landings(self._checkpoint.path, self._model, "cpu", {}).checks(self._places, self._checkpoint.entries)
+        read_landings(self._checkpoint.path, checks)
 
     def write(self) -> None:
         """Overwrites the parameters in place. An error on the way leaves them half written."""
@@ -308,43 +293,27 @@ def _expert_expectations(
 def _fill(
     checkpoint: Checkpoint,
     model: KimiK3Model,
-    places: dict[str, Place],
+    places: Mapping[str, Place],
     progress: Progress | None,
-    parts: PartReader | None = None,
-) -> None:
-    parameters = dict(model.named_parameters())
-    parts = parts or PartReader(checkpoint, model, {}, "cpu")
-    nbytes = {name: parts.nbytes(checkpoint.entries[name], p.parameter, p.how) for name, p in places.items()}
-    total, done = sum(nbytes.values()), 0
-    scales: dict[str, Tensor] = {}  # of FP8 weights that are not read yet
-    unscaled: set[str] = set()  # FP8 weights whose scale is not read yet
-    for name, place in places.items():
-        entry = checkpoint.entries[name]
-        done += nbytes[name]
-        if parts.read(entry, place.parameter, place.how):
-            if progress is not None:
-                progress(done, total)
-            continue
-        target = place.view(parameters[place.parameter])
-        if place.how == "a_log":
-            target.copy_(a_log_values(checkpoint, entry, target.numel()))
-        elif place.how == "fp8_scale":
-            scales[place.parameter] = checkpoint.read(entry).to(target.device)
-        else:
-            _read_to(checkpoint, entry, target)
-        if place.how == "fp8":
-            unscaled.add(place.parameter)
-        # Weight and scale come in file order, and every E4M3 value is exact in the model's dtype: so the
-        # weight waits in its own parameter for the scale, and nothing is held beside it.
-        if place.parameter in unscaled and place.parameter in scales:
-            scale_fp8_blocks_(target, scales.pop(place.parameter))
-            unscaled.discard(place.parameter)
-        if progress is not None:
-            progress(done, total)
+    *,
+    read_log: ReadLog | None = None,
+    parts: Mapping[str, Part] | None = None,
+    device: str | torch.device | None = None,
+) -> ReadResult:
+    """Reads every place's tensor. device: where the weights are; None: where the model's are."""
+    if device is None:
+        device = next(model.parameters()).device
+    checkpoint.close()  # its last header's file; the reader opens its own
+    landings = Landings(checkpoint.path, model, device, parts or {})
+    passes = [one for one in landings.passes(places, checkpoint.entries) if one]
+    total = sum(landing.file_range[1] for one in passes for landing in one)
+    result = ReadResult()
+    for one in passes:
+        shown = None if progress is None else _shifted(progress, result.needed, total)
+        result += read_landings(checkpoint.path, one, copies=copies_to(device), read_log=read_log, progress=shown)
+    logger.info("%s: read %s", checkpoint.path, result.describe())
+    return result
 
 
-def _read_to(checkpoint: Checkpoint, entry: TensorEntry, target: Tensor) -> None:
-    if target.device.type == "cpu" and target.dtype == DTYPES[entry.dtype] and target.is_contiguous():
-        checkpoint.read_into(entry, target)
-    else:
-        target.copy_(checkpoint.read(entry).view(target.shape))
+def _shifted(progress: Progress, before: int, total: int) -> Progress:
+    return lambda done, _: progress(before + done, total)

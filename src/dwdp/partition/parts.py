@@ -12,8 +12,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Part:
-    """Elements [start, end) of a parameter, flattened; none when they are equal. take: is given them, once."""
+    """Elements [start, end) of a parameter, flattened; none when they are equal.
+
+    take: is given them, once. room: gives uint8 memory for all of them in the parameter's dtype, into which they may be
+    read before `take` is given that memory; None: there is none.
+    """
 
     start: int
     end: int
     take: Callable[[torch.Tensor], None]
+    room: Callable[[], torch.Tensor] | None = None

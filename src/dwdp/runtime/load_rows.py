@@ -1,9 +1,10 @@
 """Loading dense weights straight into rows (`load: sharded`): a model whose dense weights do not fit whole starts.
 
 [Note: no originals] The layout is known before a byte is read, so the rows are allocated then. Of each tensor that
-moves a rank reads only the part that lies in its row, one tensor at a time, writes it there, keeps its checksum and
-drops it. The module keeps a tensor without bytes (on the meta device) until set-up points it into a slot. Set-up has
-every rank's checksums to compare with and no originals, and cannot put any back.
+moves a rank reads only the part that lies in its row: straight into the row where the file has the parameter's dtype,
+else by way of memory that is dropped at once. It keeps the part's checksum. The module keeps a tensor without bytes (on
+the meta device) until set-up points it into a slot. Set-up has every rank's checksums to compare with and no originals,
+and cannot put any back.
 """
 
 from __future__ import annotations
@@ -77,13 +78,15 @@ class LoadedRows:
                 start = end = 0
                 if i in own:  # rows and storages begin at multiples of 256 bytes, so no element is cut
                     start, end = ((at - storage.offset) // tensor.itemsize for at in (own[i].start, own[i].end))
-                parts[names[id(tensor)]] = Part(start, end, partial(self._take, number, i))
+                room = partial(self.store.part, number, i)
+                parts[names[id(tensor)]] = Part(start, end, partial(self._take, number, i), room)
         return parts
 
     def _take(self, number: int, i: int, values: torch.Tensor) -> None:
         data = values.detach().reshape(-1).view(torch.uint8)
         self._checksums[number, i] = self._mover.tensor_sum(data)
-        self.store.write_part(number, i, data)
+        if data.data_ptr() != self.store.part(number, i).data_ptr():  # else it was read there
+            self.store.write_part(number, i, data)
 
     def checksums(self) -> list[list[str]]:
         """For each blob: of the cuts in this rank's row, in order. DwdpError for one that was never loaded."""

@@ -143,9 +143,14 @@ class RowStore:
 
     def write_part(self, number: int, i: int, data: torch.Tensor) -> None:
         """Writes the part of storage i of blob `number` that lies in this rank's row; data: uint8, that part."""
+        self.part(number, i).copy_(data)
+
+    def part(self, number: int, i: int) -> torch.Tensor:
+        """That part, uint8 [bytes of storage i in this rank's row], zero-copy."""
         blob = self.layout.blobs[number]
-        at = max(0, blob.storages[i].offset - self.rank * blob.row_nbytes)
-        self.row(self.rank, number)[at : at + data.numel()].copy_(data)
+        begin = blob.storages[i].offset - self.rank * blob.row_nbytes
+        end = min(begin + blob.storages[i].nbytes, blob.row_nbytes)
+        return self.row(self.rank, number)[max(0, begin) : end]
 
     def exports(self) -> list[Exported]:
         """This rank's handles, exported, to be sent to the peers."""
