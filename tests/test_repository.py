@@ -14,8 +14,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "dwdp"
 ORDER = [
-    "errors", "env", "config", "group", "memory", "device", "partition", "weights", "runtime", "model",
-    "executor", "disagg", "serve", "llm", "tools",
+    "errors", "env", "config", "group", "memory", "device", "partition", "weights", "runtime", "kernels",
+    "model", "executor", "disagg", "serve", "llm", "tools",
 ]  # fmt: skip
 HEAVY = [
     "torch", "cuda", "triton", "mpi4py", "matplotlib", "mlx", "mlx_lm", "transformers", "safetensors",

@@ -159,6 +159,10 @@ SWITCHES: dict[str, Switch] = {
             "RENDEZVOUS_TIMEOUT_S", "deadline of the rendezvous and of every collective (1800)", _seconds, SECONDS
         ),
         Switch(
+            "DWDP_KERNELS", None, "how the model computes; auto: triton on a GPU of capability 9 or more, else torch",
+            _choice("auto", "torch", "triton"), "auto, torch or triton",
+        ),
+        Switch(
             "DWDP_SKIP_KV_CACHE_ESTIMATION", "TRTLLM_SKIP_KV_CACHE_ESTIMATION",
             "the KV cache is sized without a forward", _boolean, BOOLEAN,
         ),
@@ -300,6 +304,16 @@ def rendezvous_timeout_seconds(environ: Environ = None) -> float:
     """Deadline of the rendezvous and of every collective, in seconds."""
     seconds = value("DWDP_RENDEZVOUS_TIMEOUT_S", environ)
     return DEFAULT_RENDEZVOUS_TIMEOUT_SECONDS if seconds is None else float(seconds)
+
+
+def kernels(environ: Environ = None) -> str:
+    """Which form of the model's computations is asked for: auto, torch or triton."""
+    return str(value("DWDP_KERNELS", environ) or "auto")
+
+
+def triton_interpreted(environ: Environ = None) -> bool:
+    """Whether Triton runs its kernels in its interpreter, on the host: as Triton reads its own variable."""
+    return _environ(environ).get("TRITON_INTERPRET", "").strip().lower() in TRUE_WORDS
 
 
 def socket_dir(environ: Environ = None) -> str | None:

@@ -23,6 +23,7 @@ from tests.config.observing import (
     becomes,
     beside_a_gather,
     failure,
+    form_on_the_host,
     handles,
     kept,
     ledger,
@@ -290,6 +291,10 @@ SWITCHES = [
     Observable(
         "DWDP_DISABLE_COOP_ROUTING", "what launchers of cooperative kernels find beside a gather", "0", "1",
         beside_a_gather, becomes(("0", True), ("1", False)), asks=False,
+    ),
+    Observable(
+        "DWDP_KERNELS", "form of a model on the host, or why there is none", "auto", "triton", form_on_the_host,
+        lambda base, changed: base == "torch" and "needs a GPU" in changed, asks=False,
     ),
     *(_without_effect(name, "30" if name.endswith("_S") else "1") for name in env.WITHOUT_EFFECT),
     Observable(

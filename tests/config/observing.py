@@ -14,11 +14,12 @@ import torch.distributed as dist
 
 from dwdp import SamplingParams, env
 from dwdp.config.schema import DenseConfig, DwdpConfig
-from dwdp.errors import DwdpError, GroupError
+from dwdp.errors import ConfigError, DwdpError, GroupError
 from dwdp.executor.create import join_info
 from dwdp.executor.prompts import prepare
 from dwdp.group.backends import StoreGroup
 from dwdp.group.threads import run_rank_threads
+from dwdp.kernels.select import kernels_for
 from dwdp.runtime.manager import DwdpManager
 from tests.config.observed import ATTACHED, UNSET, Asked
 from tests.memory.fake_driver import FakeCudaDomain, FakeDriver, FakeMachine
@@ -219,6 +220,14 @@ def alone_in_a_group_of_two(environ: dict[str, str]) -> str:
         except GroupError as error:
             return str(error)
     return "nothing"
+
+
+def form_on_the_host(environ: dict[str, str]) -> str:
+    """Which form a model on the host runs as, or the refusal."""
+    try:
+        return kernels_for("cpu", environ)
+    except ConfigError as error:
+        return str(error)
 
 
 def beside_a_gather(environ: dict[str, str]) -> tuple[str | None, bool]:

@@ -5,6 +5,9 @@ Neither is a dependency of the program; tests skip where they are not installed 
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -45,10 +48,26 @@ def to_torch(array: Any) -> Tensor:
     return torch.from_numpy(np.array(array))
 
 
+@contextmanager
+def _hidden(package: str) -> Iterator[None]:
+    """`import package` fails in here; modules that were imported stay so afterwards."""
+    known = package in sys.modules
+    before = sys.modules.get(package)
+    sys.modules[package] = None
+    try:
+        yield
+    finally:
+        del sys.modules[package]
+        if known:
+            sys.modules[package] = before
+
+
 def kimi_linear_logits(config: dict[str, Any], tensors: dict[str, Tensor], ids: Tensor) -> Tensor:
     """fp32 logits of transformers' kimi_linear for tensors under release names."""
     from transformers.models.kimi_linear.configuration_kimi_linear import KimiLinearConfig
-    from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearForCausalLM
+
+    with _hidden("fla"):  # whose kernels it would take where they are installed; they need a GPU
+        from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearForCausalLM
 
     settings = {k: v for k, v in config.items() if v is not None and k != "model_type"}
     settings |= {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}

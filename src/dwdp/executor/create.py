@@ -278,6 +278,7 @@ def _build(settings, group, rank, progress, copy_bytes_per_second, trace, stages
     from dwdp.executor.lockstep import LockstepLoop, join_instance
     from dwdp.executor.loop import SimpleLoop
     from dwdp.executor.memory import rank_device
+    from dwdp.kernels.select import kernels_for
     from dwdp.model.loader import load_model
     from dwdp.model.lockstep import LockstepExperts
     from dwdp.model.tokenizer import eos_token_ids
@@ -287,6 +288,7 @@ def _build(settings, group, rank, progress, copy_bytes_per_second, trace, stages
     where = rank_device(device_name, rank)
     if where.type == "cuda":
         stages.done("torch's cache", _empty_cache)  # the last to be undone
+    kernels_for(where)  # refuses kernels that cannot run here before anything is loaded
     domain = device = manager = exchange = None
     expert_range = None
     options = {"where": where, "copy_bytes_per_second": copy_bytes_per_second, "trace": trace}

@@ -169,7 +169,7 @@ def resolve(
         cores=len(os.sched_getaffinity(0)),
         socket_dir=env.socket_dir(environ),
     )
-    for line in (_choices(config, mode, device, device_why), *notes, *lines):
+    for line in (_choices(config, mode, device, device_why, env.kernels(environ)), *notes, *lines):
         logger.info("%s", line)
     transfer = config.dense_dwdp.copy if mode == "standalone" else config.dwdp and config.dwdp.transfer
     if sampling.fields:
@@ -181,7 +181,7 @@ def resolve(
     return Launch(settings, model_config, partition, mode, tokenizer, sampling)
 
 
-def _choices(config: ServeConfig, mode: str, device: str, device_why: str) -> str:
+def _choices(config: ServeConfig, mode: str, device: str, device_why: str, kernels: str) -> str:
     """Domain, device, kernels and transfer of a launch, each with its reason."""
     shared = (config.dwdp is not None and config.ranks > 1) or mode == "standalone"
     why_not = "weights are replicated" if config.dwdp is None else "one rank holds everything"
@@ -197,7 +197,7 @@ def _choices(config: ServeConfig, mode: str, device: str, device_why: str) -> st
         transfer = _transfer(config.dwdp, on_cpu)
     auto = "float32 (auto, on a CPU)" if on_cpu else "the checkpoint's (auto, on a GPU)"
     dtype = auto if config.dtype == "auto" else f"{config.dtype} (asked for)"
-    kernels = "eager torch" + (" (a CPU has no others)" if on_cpu else "")
+    kernels = "eager torch (a CPU has no others)" if on_cpu else f"{kernels} (DWDP_KERNELS)"
     return (
         f"domain {domain}, device {device} ({device_why}), kernels {kernels}, "
         f"transfer {transfer}, dtype {dtype}, ranks {config.ranks}"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dwdp.errors import DwdpError, ModelReleasedError, ModelUnusableError
+from dwdp.kernels.batch import PackedBatch
+from dwdp.kernels.select import use_triton
 from dwdp.model.config import ModelConfig
 from dwdp.model.kda import KimiDeltaAttention
 from dwdp.model.mla import LatentAttention
@@ -72,12 +75,15 @@ class DecoderLayer(nn.Module):
             return {}
         return {"attn": [self.self_attn], "moe": self.block_sparse_moe.dense_roots()}
 
-    def forward(self, prefix: Tensor, snapshots: list[Tensor], state: Any = None) -> Tensor:
-        """prefix: running sum [B, T, hidden] -> the next. A block's first layer appends to `snapshots`."""
+    def forward(
+        self, prefix: Tensor, snapshots: list[Tensor], state: Any = None, batch: PackedBatch | None = None
+    ) -> Tensor:
+        """prefix: running sum [B, T, hidden], or [1, N, hidden] of a packed batch -> the next. A block's first layer
+        appends to `snapshots`."""
         if self.dense is not None:
             self.dense.h1(self.index)
         x = self._mixed(prefix, snapshots, "self_attention")
-        attended = self.self_attn(self.input_layernorm(x), state)
+        attended = self.self_attn(self.input_layernorm(x), state, batch)
         if self.dense is not None:
             self.dense.h2(self.index)
         if self.starts_block:
@@ -122,10 +128,10 @@ class TextModel(nn.Module):
             self.output_attn_res_proj = nn.Linear(hidden, 1, bias=False, **where)
             self.output_attn_res_norm = RMSNorm(hidden, eps, **where)
 
-    def forward(self, ids: Tensor, state: ModelState | None) -> Tensor:
+    def forward(self, ids: Tensor, state: ModelState | None, batch: PackedBatch | None = None) -> Tensor:
         prefix, snapshots = self.embed_tokens(ids), []
         for layer in self.layers:
-            prefix = layer(prefix, snapshots, None if state is None else state.layers[layer.index])
+            prefix = layer(prefix, snapshots, None if state is None else state.layers[layer.index], batch)
         if self.has_residual_mix:
             proj, norm = self.output_attn_res_proj.weight, self.output_attn_res_norm.weight
             prefix = residual_mix(prefix, snapshots, proj, norm, self.eps)
@@ -186,29 +192,78 @@ class KimiK3Model(nn.Module):
         device = self.lm_head.weight.device
         return ModelState.zeros(self.config, batch, capacity, dtype=self.dtype, device=device)
 
-    def forward(self, ids: Tensor, state: ModelState | None = None, *, last_only: bool = False) -> Tensor:
+    def forward(
+        self,
+        ids: Tensor,
+        state: ModelState | None = None,
+        *,
+        lengths: Sequence[int] | None = None,
+        slots: Sequence[int] | None = None,
+        last_only: bool = False,
+    ) -> Tensor:
         """ids: [B, T], on any device -> fp32 logits [B, T, vocab], or [B, 1, vocab] of the last token with
         `last_only`, on the model's.
+
+        Packed: ids [N], the new tokens of sequence after sequence, with how many each has in `lengths` ->
+        [N, vocab], or [B, vocab] of the last token of each. slots: which sequence of the state each one is, 0, 1, ...
+        by default; the state's others stay as they are. Results are those of one sequence at a time but for the
+        rounding of matrix products, whose order of sums depends on how many rows they have.
 
         With `state` every sequence goes on from its own length and the state is updated in place; a forward
         that raises leaves it as it was. Without, sequences start empty and the result is differentiable.
         Raises ModelReleasedError once the weights are released, ModelUnusableError on a model marked unusable,
-        ValueError when ids and state do not fit.
+        ValueError when ids and state do not fit, ConfigError when kernels are asked for that cannot run here.
         """
         if self.released:
             raise ModelReleasedError("the weights of this model were released; build and load a new one")
         if self.unusable is not None:
             raise ModelUnusableError(f"this model cannot run: {self.unusable}") from self.unusable
-        if ids.ndim != 2 or ids.numel() == 0:
-            raise ValueError(f"ids must be [batch, tokens] with at least one token, not {list(ids.shape)}")
-        if state is not None:
-            state.begin(*ids.shape)
+        shape = self._shape(ids, state, lengths, slots)
+        weight = self.lm_head.weight
+        batch = None
+        if lengths is None and not use_triton(weight):
+            if state is not None:
+                state.begin(*shape)
+        else:  # kernels know packed batches only
+            counts = [shape[1]] * shape[0] if lengths is None else lengths
+            if state is None:
+                batch = PackedBatch.of(counts, device=weight.device)
+            else:
+                batch = state.begin_packed(counts, slots, weight.device)
+            ids = ids.reshape(1, -1)
         if self.dense is not None:
             self.dense.h0()
-        hidden = self.model(ids.to(self.lm_head.weight.device), state)
-        if state is not None:
-            state.commit(ids.shape[1])
+        hidden = self.model(ids.to(weight.device), state, batch)
+        if state is not None and batch is not None:
+            state.commit_packed(batch)
+        elif state is not None:
+            state.commit(shape[1])
         if last_only:
-            hidden = hidden[:, -1:]
+            hidden = hidden[:, -1:] if batch is None else hidden[:, batch.cu_seqlens[1:] - 1]
         logits = self.lm_head(hidden)
-        return logits if logits.dtype == torch.float64 else logits.float()
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        return logits[0] if lengths is not None else logits.view(shape[0], -1, logits.shape[-1])
+
+    def _shape(
+        self,
+        ids: Tensor,
+        state: ModelState | None,
+        lengths: Sequence[int] | None,
+        slots: Sequence[int] | None,
+    ) -> tuple[int, int]:
+        """(sequences, tokens of each or of all); raises ValueError where ids, lengths and state do not fit."""
+        if lengths is not None:
+            if ids.ndim != 1 or ids.numel() != sum(lengths) or ids.numel() == 0:
+                raise ValueError(
+                    f"ids must be the {sum(lengths)} tokens of lengths {list(lengths)}, not {list(ids.shape)}"
+                )
+            if slots is not None and state is None:
+                raise ValueError("slots are places of a state, and there is none")
+            return len(lengths), ids.numel()
+        if slots is not None:
+            raise ValueError("slots belong to a packed batch, which says its lengths")
+        if ids.ndim != 2 or ids.numel() == 0:
+            raise ValueError(f"ids must be [batch, tokens] with at least one token, not {list(ids.shape)}")
+        if state is not None and state.batch != ids.shape[0]:
+            raise ValueError(f"the state holds {state.batch} sequences but the batch has {ids.shape[0]}")
+        return ids.shape[0], ids.shape[1]

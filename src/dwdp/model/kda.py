@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dwdp.kernels.batch import PackedBatch
+from dwdp.kernels.select import use_triton
 from dwdp.model.config import ModelConfig
 from dwdp.model.norms import RMSNorm, l2norm, rms_normalise, sigmoid_gated, wide, widen
 from dwdp.model.state import KdaState
@@ -191,35 +193,102 @@ class KimiDeltaAttention(nn.Module):
         self.o_norm = RMSNorm(self.head_dim, config.rms_norm_eps, dtype=fp32, device=device)
         self.o_proj = projection(width, hidden)
 
-    def forward(self, x: Tensor, state: KdaState | None = None) -> Tensor:
-        """x: [B, T, hidden] -> the same. `state` is read; its successor is left in `state.pending`."""
-        batch, num_tokens, _ = x.shape
+    def forward(self, x: Tensor, state: KdaState | None = None, batch: PackedBatch | None = None) -> Tensor:
+        """x: [B, T, hidden], or [1, N, hidden] of a packed batch -> the same. `state` is read; its successor is left
+        in `state.pending`."""
         heads = (self.num_heads, self.head_dim)
         raw = [self.q_proj(x), self.k_proj(x), self.v_proj(x)]
-        if state is None:
-            past = x.new_zeros(batch, self.kernel_size - 1, 3 * raw[0].shape[-1])
-            recurrent = x.new_zeros(batch, *heads, self.head_dim, dtype=wide(x.dtype))
+        f = self.f_b_proj(self.f_a_proj(x)).unflatten(-1, heads)
+        parts = (*raw, f, self.b_proj(x))
+        past = self._past(x, state, batch)
+        as_kernels = batch is not None and use_triton(x)
+        if as_kernels:
+            out, pending = self._by_kernels(*parts, *past, batch)
+        elif batch is None:
+            out, pending = self._mixed(*parts, *past)
         else:
-            past, recurrent = state.conv, state.recurrent
-        windows = [torch.cat(pair, 1) for pair in zip(past.chunk(3, -1), raw)]
+            # Each sequence for itself: the same sums as without the others.
+            results = [
+                self._mixed(*(part[:, start:end] for part in parts), *(one[b : b + 1] for one in past))
+                for b, (start, end) in enumerate(batch.bounds())
+            ]
+            out = torch.cat([one for one, _ in results], 1)
+            pending = tuple(torch.cat(ones) for ones in zip(*(kept for _, kept in results)))
+        if state is not None:
+            state.pending = pending
+
+        gate = self.g_proj(x) if self.full_rank_gate else self.g_b_proj(self.g_a_proj(x))
+        gate = gate.unflatten(-1, heads)
+        if as_kernels:
+            from dwdp.kernels.gated import gated
+
+            return self.o_proj(gated(out, gate, self.o_norm.weight, self.o_norm.eps).flatten(-2))
+        out = rms_normalise(out, self.o_norm.eps) * self.o_norm.weight
+        return self.o_proj(sigmoid_gated(out, gate).flatten(-2))
+
+    def _by_kernels(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        f: Tensor,
+        beta: Tensor,
+        past: Tensor,
+        recurrent: Tensor,
+        batch: PackedBatch,
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """As `_mixed`, over a packed batch; where the library of the delta rule is missing, that is torch's."""
+        from dwdp.kernels.kda import delta_rule, runs_on
+        from dwdp.kernels.short_conv import short_conv
+
+        taps = [conv.weight for conv in (self.q_conv1d, self.k_conv1d, self.v_conv1d)]
+        (q, k, v), conv = short_conv([q[0], k[0], v[0]], taps, past, batch, heads=self.num_heads)
+        beta = torch.sigmoid(widen(beta))
+        if runs_on(q):
+            gate = (self.A_log, self.dt_bias, self.lower_bound)
+            out, recurrent = delta_rule(q, k, v, f, beta, *gate, recurrent, batch)
+            return out, (conv, recurrent)
+        g = kda_gate(f, self.A_log, self.dt_bias, self.lower_bound)
+        parts = (widen(q) * self.head_dim**-0.5, widen(k), widen(v), g, beta)
+        results = []
+        for b, (start, end) in enumerate(batch.bounds()):
+            one = [part[:, start:end] for part in parts]
+            if end - start == 1:
+                results.append(kda_recurrent(*one, recurrent[b : b + 1]))
+            else:
+                results.append(kda_chunk(*one, recurrent[b : b + 1], gate_floor=self.lower_bound))
+        outs, states = zip(*results)
+        return torch.cat(outs, 1), (conv, torch.cat(states))
+
+    def _past(self, x: Tensor, state: KdaState | None, batch: PackedBatch | None) -> tuple[Tensor, Tensor]:
+        """conv and recurrent of the sequences, zeros for those that begin here; see KdaState."""
+        if state is not None:
+            return (state.conv, state.recurrent) if batch is None else state.read(batch)
+        count, width = x.shape[0] if batch is None else len(batch.lengths), self.num_heads * self.head_dim
+        return (
+            x.new_zeros(count, self.kernel_size - 1, 3 * width),
+            x.new_zeros(count, self.num_heads, self.head_dim, self.head_dim, dtype=wide(x.dtype)),
+        )
+
+    def _mixed(
+        self, q: Tensor, k: Tensor, v: Tensor, f: Tensor, beta: Tensor, past: Tensor, recurrent: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Convolutions and recurrence over projections [B, T, width] (f: [B, T, H, K], beta: [B, T, H], both raw)
+        -> fp32 [B, T, H, V] and the sequences' next conv rows and state."""
+        num_tokens, heads = q.shape[1], (self.num_heads, self.head_dim)
+        windows = [torch.cat(pair, 1) for pair in zip(past.chunk(3, -1), (q, k, v))]
         convs = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
         q, k, v = (conv(window).unflatten(-1, heads) for conv, window in zip(convs, windows))
         q = l2norm(q) * self.head_dim**-0.5
         k = l2norm(k)
 
-        f = self.f_b_proj(self.f_a_proj(x)).unflatten(-1, heads)
         g = kda_gate(f, self.A_log, self.dt_bias, self.lower_bound)
-        beta = torch.sigmoid(widen(self.b_proj(x)))
+        beta = torch.sigmoid(widen(beta))
         if num_tokens == 1:
             out, recurrent = kda_recurrent(q, k, widen(v), g, beta, recurrent)
         else:
             out, recurrent = kda_chunk(q, k, widen(v), g, beta, recurrent, gate_floor=self.lower_bound)
-        if state is not None:
-            state.pending = (torch.cat([w[:, num_tokens:] for w in windows], -1), recurrent)
-
-        gate = self.g_proj(x) if self.full_rank_gate else self.g_b_proj(self.g_a_proj(x))
-        out = rms_normalise(out, self.o_norm.eps) * self.o_norm.weight
-        return self.o_proj(sigmoid_gated(out, gate.unflatten(-1, heads)).flatten(-2))
+        return out, (torch.cat([w[:, num_tokens:] for w in windows], -1), recurrent)
 
 
 class ShortConv(nn.Module):

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dwdp.kernels.batch import PackedBatch
+from dwdp.kernels.select import use_triton
 from dwdp.model.config import ModelConfig
 from dwdp.model.norms import RMSNorm, sigmoid_gated
 from dwdp.model.state import MlaState
@@ -44,13 +46,18 @@ class LatentAttention(nn.Module):
             self.g_proj = projection(hidden, heads * self.value)
         self.o_proj = projection(heads * self.value, hidden)
 
-    def forward(self, x: Tensor, state: MlaState | None = None) -> Tensor:
-        """x: [B, T, hidden] -> the same. With `state` its rows are read and the new ones appended."""
+    def forward(self, x: Tensor, state: MlaState | None = None, batch: PackedBatch | None = None) -> Tensor:
+        """x: [B, T, hidden], or [1, N, hidden] of a packed batch -> the same. With `state` its rows are read and the
+        new ones appended."""
         query = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))) if self.query_latent else self.q_proj(x)
         query = query.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # [B, heads, T, nope + rope]
         latent, shared = self.kv_a_proj_with_mqa(x).split([self.latent, self.rope], -1)
         rows = torch.cat([self.kv_a_layernorm(latent), shared], -1)
-        if state is None or max(state.lengths) == 0:
+        if batch is not None and use_triton(x):
+            return self._by_kernels(x, query, rows, state, batch)
+        if batch is not None:
+            out = self._packed(query, rows, state, batch)
+        elif state is None or max(state.lengths) == 0:
             if state is not None:
                 state.append(rows)
             out = self._expanded(query, rows, None)
@@ -61,6 +68,36 @@ class LatentAttention(nn.Module):
         if self.output_gate:
             out = sigmoid_gated(out, self.g_proj(x))
         return self.o_proj(out)
+
+    def _by_kernels(self, x: Tensor, query: Tensor, rows: Tensor, state: MlaState | None, batch: PackedBatch) -> Tensor:
+        """As `forward`, of a packed batch. query: [1, heads, N, nope + rope]; rows: [1, N, latent + rope]."""
+        from dwdp.kernels.attention import attend
+        from dwdp.kernels.gated import gated
+
+        if state is not None:
+            state.append_packed(rows[0], batch)
+        out = attend(
+            query[0].transpose(0, 1), rows[0], batch, None if state is None else state.rows, self.kv_b_proj.weight,
+            nope=self.nope, value=self.value, scale=self.scale,
+        )  # fmt: skip
+        if self.output_gate:
+            out = gated(out, self.g_proj(x).view(out.shape))
+        return self.o_proj(out.flatten(-2).unsqueeze(0))
+
+    def _packed(self, query: Tensor, rows: Tensor, state: MlaState | None, batch: PackedBatch) -> Tensor:
+        """query [1, heads, N, nope + rope] and new rows [1, N, latent + rope] -> [1, heads, N, value]."""
+        if state is not None:
+            state.append_packed(rows[0], batch)
+        outs = []
+        for (start, end), before, slot in zip(batch.bounds(), batch.starts, batch.slots):
+            one = query[:, :, start:end]
+            if before == 0:
+                outs.append(self._expanded(one, rows[:, start:end], None))
+                continue
+            seen = state.rows[slot : slot + 1, : before + end - start]
+            mask = _visible([before], end - start, query.device)
+            outs.append((self._absorbed if end - start == 1 else self._expanded)(one, seen, mask))
+        return torch.cat(outs, 2)
 
     def _expanded(self, query: Tensor, rows: Tensor, mask: Tensor | None) -> Tensor:
         """Keys and values per head: rows [B, S, latent + rope] -> [B, heads, T, value]; no mask: causal."""

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from dwdp.kernels.batch import PackedBatch
 from dwdp.model.config import ModelConfig
 from dwdp.model.norms import wide
 
@@ -23,9 +24,22 @@ class KdaState:
         self.conv, self.recurrent = conv, recurrent
         self.pending: tuple[Tensor, Tensor] | None = None
 
-    def commit(self) -> None:
-        if self.pending is not None:
-            (self.conv, self.recurrent), self.pending = self.pending, None
+    def read(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+        """conv and recurrent of the batch's sequences, in its order."""
+        if batch.in_order:
+            return self.conv, self.recurrent
+        return self.conv.index_select(0, batch.slot_index), self.recurrent.index_select(0, batch.slot_index)
+
+    def commit(self, batch: PackedBatch | None = None) -> None:
+        """batch: whose sequences are pending; None for all of the state."""
+        if self.pending is None:
+            return
+        (conv, recurrent), self.pending = self.pending, None
+        if batch is None or batch.in_order:
+            self.conv, self.recurrent = conv, recurrent
+        else:
+            self.conv.index_copy_(0, batch.slot_index, conv)
+            self.recurrent.index_copy_(0, batch.slot_index, recurrent)
 
 
 class MlaState:
@@ -44,6 +58,10 @@ class MlaState:
             at = start + torch.arange(num_new, device=rows.device)
             self.rows[torch.arange(batch, device=rows.device)[:, None], at] = rows
         return self.rows[:, : max(self.lengths) + num_new]
+
+    def append_packed(self, rows: Tensor, batch: PackedBatch) -> None:
+        """Write packed rows [N, width] behind each sequence's own."""
+        self.rows[batch.slot_index[batch.token_sequences], batch.token_positions] = rows
 
 
 class ModelState:
@@ -102,10 +120,27 @@ class ModelState:
         """
         if batch != self.batch:
             raise ValueError(f"the state holds {self.batch} sequences but the batch has {batch}")
-        if max(self.lengths) + num_new > self.capacity:
+        self._begin(max(self.lengths), num_new)
+
+    def begin_packed(
+        self, lengths: Sequence[int], slots: Sequence[int] | None, device: torch.device | str
+    ) -> PackedBatch:
+        """As `begin`, for the sequences in `slots` with `lengths` new tokens each -> the batch. slots: None for
+        0, 1, ...
+
+        Raises ValueError with the numbers.
+        """
+        slots = tuple(range(len(lengths))) if slots is None else tuple(slots)
+        starts = [self.lengths[slot] if 0 <= slot < self.batch else 0 for slot in slots]
+        batch = PackedBatch.of(lengths, starts=starts, slots=slots, state_batch=self.batch, device=device)
+        self._begin(*max(zip(batch.starts, batch.lengths), key=sum))
+        return batch
+
+    def _begin(self, longest: int, num_new: int) -> None:
+        if longest + num_new > self.capacity:
             raise ValueError(
                 f"the state has room for {self.capacity} tokens a sequence; the longest has "
-                f"{max(self.lengths)} and {num_new} more were asked for"
+                f"{longest} and {num_new} more were asked for"
             )
         if self._open:
             self._discard()
@@ -122,10 +157,20 @@ class ModelState:
 
     def commit(self, num_new: int) -> None:
         """Make the tokens of a completed forward count; see [Note: a forward commits at its end]."""
+        self._commit([n + num_new for n in self.lengths], None)
+
+    def commit_packed(self, batch: PackedBatch) -> None:
+        """As `commit`, for the sequences of the batch."""
+        lengths = list(self.lengths)
+        for slot, num_new in zip(batch.slots, batch.lengths):
+            lengths[slot] += num_new
+        self._commit(lengths, batch)
+
+    def _commit(self, lengths: list[int], batch: PackedBatch | None) -> None:
         for layer in self.layers.values():
             if isinstance(layer, KdaState):
-                layer.commit()
-        self.lengths[:] = [n + num_new for n in self.lengths]
+                layer.commit(batch)
+        self.lengths[:] = lengths
         self._open = False
 
     @staticmethod
