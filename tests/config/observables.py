@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 from dwdp import env
 from dwdp.config.schema import ServeConfig
-from tests.config.observed import ATTACHED, DIVIDED, EXPERTS, LOCAL, STANDALONE, UNSET, wide_model
+from tests.config.observed import ATTACHED, DIVIDED, EXPERTS, LOCAL, STANDALONE, UNSET, fp8_model, wide_model
 from tests.config.observing import (
     Observable,
     alone_in_a_group_of_two,
@@ -234,6 +234,12 @@ SERVE = [
         "dtype", "bytes that move, and logits", "float32", "bfloat16",
         lambda asked: (asked.first.ledger["dense_moved_bytes"], asked.first.logits),
         lambda base, changed: base[0] > 1.5 * changed[0] and not torch.equal(base[1], changed[1]),
+    ),
+    Observable(
+        "keep_fp8", "bytes that move of a checkpoint with FP8 projections", False, True,
+        lambda asked: asked.first.ledger["dense_moved_bytes"],
+        lambda base, changed: changed < 0.8 * base,
+        others={**ATTACHED, "model": fp8_model},
     ),
     Observable("device", REFUSED, "cpu", "cuda", refusal, refused_with("device cuda: a GPU was asked for")),
     Observable(

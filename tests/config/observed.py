@@ -51,13 +51,19 @@ def wide_model() -> Path:
     return write_random(_folder(), num_experts=7, hidden_size=256, linear_attn_config={"head_dim": 64})
 
 
+@functools.cache
+def fp8_model() -> Path:
+    """As `tiny_model`, with FP8 attention projections."""
+    return write_random(_folder(), num_experts=7, fp8_attention=True)
+
+
 def _folder() -> Path:
     return Path(_folders.enter_context(tempfile.TemporaryDirectory(prefix="dwdp-observed-"))) / "model"
 
 
 def forget() -> None:
     """Drops the runs and the checkpoints."""
-    for kept in (_run, tiny_model, wide_model):
+    for kept in (_run, tiny_model, wide_model, fp8_model):
         kept.cache_clear()
     _folders.close()
 

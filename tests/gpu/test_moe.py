@@ -1,6 +1,9 @@
-"""On a GPU: `python -m pytest tests/gpu -m gpu`. The grouped product against the loop over experts."""
+"""On a GPU: `python -m pytest tests/gpu -m gpu`. The grouped product against the loop over experts, and what kernels
+take; `python -m tests.gpu.check_moe` has their values and rates."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -29,3 +32,20 @@ def test_grouped_product_equals_the_loop_in_value_and_gradient(width):
     seed = torch.randn_like(got)
     for a, b in zip(torch.autograd.grad((got * seed).sum(), leaves), torch.autograd.grad((want * seed).sum(), leaves)):
         torch.testing.assert_close(a, b, atol=5e-2, rtol=5e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", ["plain", "mxfp4", "nvfp4", "fp8"])
+def test_kernels_take_no_more_than_256_mib_beside_input_and_result(format):
+    """Hidden rows and outputs of all pairs at once would be 830 MiB."""
+    from dwdp.kernels import moe  # not above: where no GPU is, tests of kernels must be the first to import them
+    from tests.gpu.moe_cases import K3, inputs, layer
+
+    shape = replace(K3, experts=16)
+    experts, (x, ids, weights) = layer(format, shape), inputs(shape, 4096, 16)
+    moe.routed(x, ids, weights, experts)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    total = moe.routed(x, ids, weights, experts)
+    assert torch.cuda.max_memory_allocated() - before - total.nbytes <= 256 << 20

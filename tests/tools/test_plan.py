@@ -389,6 +389,7 @@ def test_a_model_that_is_none_is_refused(capsys, tmp_path):
     refused(capsys, [*arguments, str(tmp_path)], "awq")
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("more", [(), ("--dense",)], ids=str)
 def test_a_plan_loads_no_torch_and_is_there_within_two_seconds(more):
     code = """

@@ -210,6 +210,7 @@ class ServeConfig(Section):
     attention_dp: bool = Field(False, description="The ranks step together and divide the experts; expert DWDP is off.")
     overlap_scheduler: bool = Field(False, description="Launch a step before the last one's results.")
     dtype: Dtype = Field("auto", description="auto: the checkpoint's on a GPU, float32 on a CPU.")
+    keep_fp8: bool = Field(False, description="FP8 projections stay FP8 in memory; else they are loaded as dtype.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where the model runs.")
     max_seq_len: Positive | None = Field(None, description="Most tokens of a sequence; unset: the model's.")
     dwdp: DwdpConfig | None = Field(None, description="Expert DWDP; unset: balanced over the ranks.")

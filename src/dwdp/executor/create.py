@@ -303,6 +303,7 @@ def _build(settings, group, rank, progress, copy_bytes_per_second, trace, stages
     model = load_model(
         settings.weights or settings.model,
         dtype=dtype or "auto",
+        keep_fp8=settings.keep_fp8,
         expert_range=expert_range,
         device=where,
         progress=lambda done, total: progress("load", done, total),
@@ -354,6 +355,7 @@ def join_info(
         "dwdp_config": digest(config.model_dump(mode="json")),
         "model_config": digest(model_document),
         "dtype": settings.dtype,
+        "keep_fp8": settings.keep_fp8,
         "memory": memory,
         "device": device,
         "device_uuid": device_uuid,

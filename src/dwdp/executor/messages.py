@@ -21,7 +21,7 @@ class RankSettings(msgspec.Struct, frozen=True, kw_only=True):
     ranks step together and divide the experts. dense_gather_kernel: of standalone copies by gather. cores: compute
     threads are max(1, cores // ranks). store_host, store_port: where the group's TCPStore listens; port 0 for runs
     without a group. allow_shared_device: several ranks may be on one GPU.
-    dense_sm_reserve: SMs that a standalone launch keeps free.
+    dense_sm_reserve: SMs that a standalone launch keeps free. keep_fp8: projections of a checkpoint stay FP8.
     weights: the folder that a weight update has put in the place of `model`'s tensors. trace: the device keeps what it
     is given to do, with times.
     """
@@ -35,6 +35,7 @@ class RankSettings(msgspec.Struct, frozen=True, kw_only=True):
     dense_dwdp: dict | None = None
     attention_dp: bool = False
     dense_gather_kernel: str = "auto"
+    keep_fp8: bool = False
     allow_shared_device: bool = False
     dense_sm_reserve: int | None = None
     cores: int = 1

@@ -158,6 +158,7 @@ def resolve(
         model=str(folder.resolve()),
         ranks=config.ranks,
         dtype=config.dtype,
+        keep_fp8=config.keep_fp8,
         device=config.device,
         max_seq_len=_max_seq_len(config.max_seq_len, model_config.max_position_embeddings),
         dwdp=None if config.dwdp is None else config.dwdp.model_dump(mode="json"),
@@ -279,8 +280,19 @@ def _gathered_bytes(config: ServeConfig, model: str | os.PathLike, device: str) 
         segments=dense.segments,
         min_bytes=dense.min_bytes,
         dtype=str(dtype).removeprefix("torch."),
+        kept_fp8=_kept_fp8(folder) if config.keep_fp8 else (),
     )
     return sum(blob.nbytes for blob in shapes.layout_of(config.ranks).blobs)
+
+
+def _kept_fp8(folder: Path) -> frozenset[str]:
+    from dwdp.model.checkpoint import read_config
+    from dwdp.model.config import ModelConfig
+    from dwdp.model.formats import read_formats
+    from dwdp.model.kept_fp8 import kept_fp8
+
+    document = read_config(folder)
+    return kept_fp8(ModelConfig.from_dict(document), read_formats(folder, document))
 
 
 def _read_model(folder: Path) -> tuple[ModelConfig, Tokenizer | None]:

@@ -6,11 +6,12 @@ No torch: what `partition/collect.py` finds in the model itself; a test holds th
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 
 from dwdp.model.config import ModelConfig
-from dwdp.model.shapes import TensorShape, model_tensors
+from dwdp.model.kept_fp8 import held_tensors
+from dwdp.model.shapes import TensorShape
 from dwdp.partition.layout import Blob, DenseLayout, StorageSpec, ViewSpec, align
 
 NEVER_MOVED = ("e_score_correction_bias",)  # as `DecoderLayer.dense_dwdp_excluded`
@@ -38,12 +39,17 @@ class DenseShapes:
 
 
 def dense_shapes(
-    config: ModelConfig, *, segments: Sequence[str], min_bytes: int, dtype: str = "bfloat16"
+    config: ModelConfig,
+    *,
+    segments: Sequence[str],
+    min_bytes: int,
+    dtype: str = "bfloat16",
+    kept_fp8: Container[str] = (),
 ) -> DenseShapes:
-    """dtype: the model's; what the release keeps in fp32 is fp32 in any."""
+    """dtype: the model's; what the release keeps in fp32 is fp32 in any. kept_fp8: modules that keep an FP8 weight."""
     moving: dict[tuple[int, str], list[StorageSpec]] = {}
     stays = dict.fromkeys((EMBEDDING, DENSE_LAYERS, NORMS, EXCLUDED, SMALL, MOE_OFF), 0)
-    for name, tensor in model_tensors(config).items():
+    for name, tensor in held_tensors(config, kept_fp8).items():
         if tensor.dtype == "bfloat16":
             tensor = TensorShape(tensor.shape, dtype)
         place = _place(config, name)

@@ -20,8 +20,10 @@ from dwdp.model.config import ModelConfig
 from dwdp.model.decoder import KimiK3Model
 from dwdp.model.formats import Formats, expert_format, expert_module, read_formats
 from dwdp.model.inventory import Expected, Inventory, expected_dense
+from dwdp.model.kept_fp8 import SCALE
 from dwdp.model.landing import Landings, Place
 from dwdp.model.moe import RoutedExperts
+from dwdp.model.quant_linear import keep_fp8_linears
 from dwdp.model.reader import Progress, ReadResult, read_landings
 from dwdp.model.safetensors_file import ReadLog, TensorEntry
 from dwdp.model.staging import copies_to
@@ -50,12 +52,13 @@ def load_model(
     read_log: ReadLog | None = None,
     built: Callable[[KimiK3Model], Mapping[str, Part] | None] | None = None,
     log_skipped: bool = True,
+    keep_fp8: bool = False,
 ) -> KimiK3Model:
     """The text model of checkpoint folder `path`, with the rows of routed experts [start, end) (None: all).
 
     dtype: "auto" (the checkpoint's on a GPU, float32 on a CPU), a name or a torch dtype. Packed experts stay
-    packed; FP8 weights outside of them become `dtype`. Only this rank's experts are read, all names and
-    shapes are checked. `read_log(file, offset, nbytes)` is called for every read, headers included.
+    packed; FP8 weights outside of them become `dtype`, or with `keep_fp8` stay as they are. Only this rank's experts
+    are read, all names and shapes are checked. `read_log(file, offset, nbytes)` is called for every read.
     `built(model)` is called with the model on the meta device, when the checkpoint is known to fit and before any
     weight is read. It may refuse it, or give it parameters that lie elsewhere: only what is on the meta device
     still gets memory here, the rest is read into as it is. What it returns are the parts to read of
@@ -77,6 +80,8 @@ def load_model(
             expert_range=expert_range,
             device="meta",
         )
+        if keep_fp8:
+            keep_fp8_linears(model, formats)
         places = _match(checkpoint, model, formats, log_skipped=log_skipped)
         model.checkpoint_config = checkpoint.config
         parts = (built(model) if built is not None else None) or {}
@@ -235,7 +240,19 @@ def _match(
         raise CheckpointError(f"{checkpoint.path}: " + "; ".join(problems))
     if log_skipped and inventory.skipped.count:
         logger.info("%s", inventory.skipped.describe())
+    places |= _kept_places(model, places)
     return {name: places[name] for name in checkpoint.entries if name in places}
+
+
+def _kept_places(model: KimiK3Model, places: dict[str, Place]) -> dict[str, Place]:
+    """Those of FP8 weights and scales that the model keeps: they are copied."""
+    kept = {name for name, parameter in model.named_parameters() if parameter.dtype == torch.float8_e4m3fn}
+    scales = {"fp8": "", "fp8_scale": "_scale"}
+    return {
+        name: Place(place.parameter + scales[place.how])
+        for name, place in places.items()
+        if place.how in scales and place.parameter in kept
+    }
 
 
 def _expectations(
@@ -244,7 +261,7 @@ def _expectations(
     """What the checkpoint must hold, and suffix -> place of what this rank reads of it."""
     experts = {id(p) for layer in model.moe_layers() for p in layer.parameters()}
     for name, parameter in model.named_parameters():
-        if id(parameter) in experts:
+        if id(parameter) in experts or name.endswith(f".{SCALE}"):  # a scale is found with its weight
             continue
         expected = expected_dense(name, tuple(parameter.shape))
         place = Place(name, "a_log" if expected.kind == "a_log" else "copy")

@@ -5,7 +5,7 @@ Routed experts are the part that expert DWDP spreads over the ranks; `LatentMoE`
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -13,10 +13,14 @@ from torch import Tensor, nn
 
 from dwdp.errors import DwdpError
 from dwdp.model.config import ModelConfig
-from dwdp.model.norms import RMSNorm, gated_activation, normal_init, wide, widen
+from dwdp.model.norms import RMSNorm, gated_activation, normal_init, runs_as_kernel, wide, widen
 from dwdp.runtime.sm_reserve import leaving_sms
 
+if TYPE_CHECKING:
+    from dwdp.kernels.moe import Experts
+
 EXPERT_FORMATS = ("plain", "mxfp4", "nvfp4")
+_PARTS = ("w13", "w2")
 
 
 class GatedMLP(nn.Module):
@@ -49,14 +53,24 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x: [N, hidden] -> expert ids [N, k], ascending per token, and their fp32 weights [N, k]."""
-        # fp32 operands: a bf16 product flips picks that are nearly tied.
-        scores = torch.sigmoid(F.linear(widen(x), widen(self.weight)))
+        scores = self._scores(x)
         choice = scores.detach() + self.e_score_correction_bias
         ids = torch.topk(choice, self.top_k, dim=-1, sorted=False).indices.sort(-1).values
         weights = scores.gather(-1, ids)
         if self.renormalize:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         return ids, weights * self.scaling
+
+    def _scores(self, x: Tensor) -> Tensor:
+        """fp32 [N, num_experts]. A product that is rounded to bf16 flips picks that are nearly tied."""
+        if x.dtype == torch.bfloat16 and runs_as_kernel(x, self.weight):
+            from dwdp.kernels.formats import weights
+            from dwdp.kernels.product import linear
+
+            stack = weights("plain", self.weight.unsqueeze(0))
+            if stack is not None:
+                return linear(x, stack, sigmoid=True)  # bf16 operands, whose products are exact in its fp32 sums
+        return torch.sigmoid(F.linear(widen(x), widen(self.weight)))
 
 
 class RoutedExperts(nn.Module):
@@ -147,6 +161,11 @@ class RoutedExperts(nn.Module):
 
     def contributions(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """As `forward`, of the experts that are here; a token that picked none of them gets zeros."""
+        experts = self._for_kernels(x)
+        if experts is not None:
+            from dwdp.kernels.moe import routed
+
+            return routed(x, ids, weights, experts)
         order = ids.flatten().argsort(stable=True)
         tokens = order // ids.shape[1]
         counts = torch.bincount(ids.flatten(), minlength=self.num_experts)
@@ -187,6 +206,21 @@ class RoutedExperts(nn.Module):
             dequantise_nvfp4(self.w13[row], self.w13_scale[row], self.w13_scale_2[row], self.dtype),
             dequantise_nvfp4(self.w2[row], self.w2_scale[row], self.w2_scale_2[row], self.dtype),
         )
+
+    def _for_kernels(self, x: Tensor) -> Experts | None:
+        """The tables as the grouped kernels read them in place; None where the torch form runs."""
+        if x.dtype != torch.bfloat16 or not runs_as_kernel(x, self.w13, self.w2):
+            return None
+        from dwdp.kernels.formats import weights
+        from dwdp.kernels.moe import Experts
+
+        format = self.expert_format
+        tables = {**self.expert_tables(), **self.small_tensors()}
+        w13, w2 = (weights(format, *(tables.get(name + end) for end in ("", "_scale", "_scale_2"))) for name in _PARTS)
+        if w13 is None or w2 is None:
+            return None
+        activation = self.activation
+        return Experts(w13, w2, self.first_expert, self.num_experts, activation.beta, activation.linear_beta)
 
     def _groupable(self, x: Tensor) -> bool:
         """Whether the grouped product takes these operands: plain bf16 on CUDA, rows of whole 16 bytes."""

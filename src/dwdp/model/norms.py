@@ -1,16 +1,20 @@
 """Per-token maths that runs in fp32 whatever the model's dtype: norms, activations, the residual mix.
 
-Each function widens its inputs to `wide(dtype)`, computes there and rounds once at the end.
+Each function widens its inputs to `wide(dtype)`, computes there and rounds once at the end. Where kernels run
+(`kernels/select.py`) RMSNorm, GatedActivation and residual_mix are one kernel each; what is written here is the
+reference.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dwdp.kernels.select import use_triton
 from dwdp.model.config import ModelConfig
 
 
@@ -31,6 +35,13 @@ def normal_init(weight: Tensor, std: float = 1.0) -> Tensor:
     return weight if weight.is_meta else nn.init.normal_(weight, std=std)
 
 
+def runs_as_kernel(x: Tensor, *weights: Tensor) -> bool:
+    """Whether a computation on x and weights runs as a kernel, which has no backward."""
+    if torch.is_grad_enabled() and any(weight.requires_grad for weight in weights):
+        return False
+    return use_triton(x)
+
+
 def rms_normalise(x: Tensor, eps: float) -> Tensor:
     """x / rms(x) over the last axis, in fp32: x [..., d] -> fp32 [..., d]."""
     x = widen(x)
@@ -46,6 +57,12 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width, dtype=dtype, device=device))
 
     def forward(self, x: Tensor) -> Tensor:
+        if runs_as_kernel(x, self.weight):
+            from dwdp.kernels.rows import rms_norm
+
+            out = rms_norm(x, self.weight, self.eps)
+            if out is not None:
+                return out
         return rms_normalise(x, self.eps).to(x.dtype) * self.weight
 
 
@@ -74,12 +91,31 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return (F.silu(widen(gate)) * widen(up)).to(gate.dtype)
 
 
-def gated_activation(config: ModelConfig) -> Callable[[Tensor, Tensor], Tensor]:
+@dataclass(frozen=True)
+class GatedActivation:
+    """SiTU of a gate and an up half, or SwiGLU with beta 0. linear_beta 0: the up half is taken as it is."""
+
+    beta: float
+    linear_beta: float
+
+    def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
+        """gate, up: [..., width] of one dtype -> the same."""
+        if runs_as_kernel(gate, up):
+            from dwdp.kernels.activation import gated_activation
+
+            out = gated_activation(gate, up, self.beta, self.linear_beta)
+            if out is not None:
+                return out
+        if not self.beta:
+            return swiglu(gate, up)
+        return situ(gate, up, self.beta, self.linear_beta or None)
+
+
+def gated_activation(config: ModelConfig) -> GatedActivation:
     """The config's activation as a function of (gate half, up half)."""
     if config.hidden_act == "silu":
-        return swiglu
-    beta, linear_beta = config.activation_situ_beta, config.activation_situ_linear_beta
-    return lambda gate, up: situ(gate, up, beta, linear_beta)
+        return GatedActivation(0.0, 0.0)
+    return GatedActivation(config.activation_situ_beta, config.activation_situ_linear_beta or 0.0)
 
 
 def sigmoid_gated(x: Tensor, gate: Tensor) -> Tensor:
@@ -95,6 +131,12 @@ def residual_mix(prefix: Tensor, snapshots: Sequence[Tensor], proj: Tensor, norm
     """
     if not snapshots:
         return prefix
+    if runs_as_kernel(prefix, proj, norm):
+        from dwdp.kernels import rows as row_kernels
+
+        out = row_kernels.residual_mix([*snapshots, prefix], proj, norm, eps)
+        if out is not None:
+            return out
     direction = widen(norm) * widen(proj).reshape(-1)
     # A row at a time: a stacked fp32 copy of all rows would be the largest tensor of a long prefill.
     rows = [*snapshots, prefix]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,12 @@ from dwdp.errors import ConfigError, MemoryBudgetError
 from dwdp.memory.pages import fit_page_bytes
 from dwdp.model import shapes
 from dwdp.model.config import ModelConfig
+from dwdp.model.kept_fp8 import held_tensors
 from dwdp.partition.experts import ExpertPartition
 from dwdp.tools.hardware import Gpu
 from dwdp.tools.plan_dense import PAGE_GRANULES, DensePlan, DenseSizes
 from dwdp.tools.plan_folder import LoadPlan
-from dwdp.tools.plan_model import FORMATS, KNOWN_MODELS, folder_of, read_model
+from dwdp.tools.plan_model import FORMATS, KNOWN_MODELS, folder_of, kept_projections, read_model
 from dwdp.weights.plan import composite_geometry, count_mappings
 
 GRANULE_BYTES = 2 << 20
@@ -59,14 +60,15 @@ class ModelSizes:
     factor_nbytes: int = 0
 
     @classmethod
-    def of(cls, config: ModelConfig, expert_format: str) -> ModelSizes:
-        """expert_format: plain, mxfp4 or nvfp4; everything else is bf16, FP8 weights are widened when loaded."""
+    def of(cls, config: ModelConfig, expert_format: str, kept_fp8: Container[str] = ()) -> ModelSizes:
+        """expert_format: plain, mxfp4 or nvfp4; everything else is bf16, but for FP8 weights of modules in kept_fp8:
+        those of others are widened when loaded."""
         layers = config.moe_layer_indices
         if not layers:
             raise ConfigError("the model has no routed experts, there is nothing to plan")
         small = sum(tensor.nbytes for tensor in shapes.small_expert_tensors(config, expert_format).values())
         factors = len(layers) * config.num_experts * small
-        dense = sum(tensor.nbytes for tensor in shapes.model_tensors(config).values())
+        dense = sum(tensor.nbytes for tensor in held_tensors(config, kept_fp8).values())
         return cls(
             num_experts=config.num_experts,
             num_layers=len(layers),
@@ -329,10 +331,11 @@ def run_plan(
         raise ConfigError(f"--reads {reads_of}: --model {model} is no folder with safetensors files")
     shipped = None if model in KNOWN_MODELS else folder_of(model) / SHIPPED_CONFIG
     settings = read_settings(ranks, config_file, shipped, experts=experts, dense=dense, dense_options=dense_options)
-    sizes = ModelSizes.of(config, FORMATS[format_name])
+    kept = kept_projections(model, config, format_name) if settings.keep_fp8 else frozenset()
+    sizes = ModelSizes.of(config, FORMATS[format_name], kept)
     dense_sizes = None
     if settings.dense is not None:
-        dense_sizes = DenseSizes.of(config, settings.dense, factor_nbytes=sizes.factor_nbytes)
+        dense_sizes = DenseSizes.of(config, settings.dense, factor_nbytes=sizes.factor_nbytes, kept_fp8=kept)
     size, stride, num_slots = settings.experts.values()
     split = Split(ranks, size, stride)
     plan = make_plan(sizes, split, num_slots, gpu, dense=dense_sizes, kv_fraction=kv_fraction)

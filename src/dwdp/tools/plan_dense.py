@@ -5,6 +5,7 @@ The layout is computed as set-up computes it, and cut into handles and slots by 
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -113,9 +114,10 @@ class DenseSizes:
     mapped: bool
 
     @classmethod
-    def of(cls, config: ModelConfig, settings, *, factor_nbytes: int) -> DenseSizes:
-        """settings: a DenseConfig. factor_nbytes: of the small per-expert tensors, all layers."""
-        shapes = dense_shapes(config, segments=settings.segments, min_bytes=settings.min_bytes)
+    def of(cls, config: ModelConfig, settings, *, factor_nbytes: int, kept_fp8: Container[str] = ()) -> DenseSizes:
+        """settings: a DenseConfig. factor_nbytes: of the small per-expert tensors, all layers. kept_fp8: see
+        `dense_shapes`."""
+        shapes = dense_shapes(config, segments=settings.segments, min_bytes=settings.min_bytes, kept_fp8=kept_fp8)
         kinds: dict[str, tuple[int, int]] = {}
         for blob in shapes.layout.blobs:
             kind = f"A {config.layer_kind(blob.layer_index)}" if blob.segment == "A" else "D"

@@ -11,6 +11,7 @@ from dwdp.model.config import ModelConfig
 from dwdp.model.folder import Folder, check_config, has_weights, open_folder
 from dwdp.model.formats import expert_format, read_formats
 from dwdp.model.headers import read_config
+from dwdp.model.kept_fp8 import kept_fp8, released_fp8
 
 KNOWN_MODELS = {"kimi-k3": Path(__file__).resolve().parent.parent / "models" / "kimi-k3.json"}
 FORMATS = {"nvfp4": "nvfp4", "mxfp4": "mxfp4", "bf16": "plain"}  # as the option spells them -> as the model does
@@ -60,6 +61,15 @@ def read_model(model: str, format_name: str | None) -> PlannedModel:
 
 def _name_of(form: str) -> str:
     return next(name for name, known in FORMATS.items() if known == form)
+
+
+def kept_projections(model: str, config: ModelConfig, format_name: str) -> frozenset[str]:
+    """Projections that keep their FP8 weights where keep_fp8 asks for it: of a folder as it declares them, of a model
+    known by name as its NVFP4 release has them."""
+    if model in KNOWN_MODELS:
+        return released_fp8(config) if format_name == "nvfp4" else frozenset()
+    place = folder_of(model)
+    return kept_fp8(config, read_formats(place, read_config(place)))
 
 
 def folder_of(model: str) -> Path:

@@ -22,11 +22,12 @@ _NOT_PLANNED = ("page_granules", "mapping_budget")
 @dataclass(frozen=True)
 class PlanSettings:
     """experts: the fields of `EXPERT_DEFAULTS`. dense: None where no dense DWDP is planned. notes: lines that say
-    where a value is from when no option gave it."""
+    where a value is from when no option gave it. keep_fp8: as the config file has it."""
 
     experts: dict[str, int]
     dense: DenseConfig | None
     notes: tuple[str, ...]
+    keep_fp8: bool = False
 
 
 def read_settings(
@@ -63,13 +64,14 @@ def read_settings(
         for field, default in EXPERT_DEFAULTS.items()
     }
     if not dense:
-        return PlanSettings(chosen, None, (*notes, *_dense_left_out(config, path, ranks, environ)))
+        left_out = _dense_left_out(config, path, ranks, environ)
+        return PlanSettings(chosen, None, (*notes, *left_out), config.keep_fp8)
     asked = {} if config.dense_dwdp is None else config.dense_dwdp.model_dump(exclude_unset=True)
     overrides = env.dense_overrides(environ, attached=True)
     overrides.pop("enabled", None)  # --dense asks what it would do
     settings, lines = env.override_section(DenseConfig(**(asked | given)), overrides, title="dense_dwdp")
     check_store(settings)
-    return PlanSettings(chosen, settings, (*notes, *lines))
+    return PlanSettings(chosen, settings, (*notes, *lines), config.keep_fp8)
 
 
 def _dense_left_out(config: ServeConfig, path: Path | None, ranks: int, environ: env.Environ) -> list[str]:
