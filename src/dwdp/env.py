@@ -159,7 +159,7 @@ SWITCHES: dict[str, Switch] = {
             "RENDEZVOUS_TIMEOUT_S", "deadline of the rendezvous and of every collective (1800)", _seconds, SECONDS
         ),
         Switch(
-            "DWDP_KERNELS", None, "how the model computes; auto: triton on a GPU of capability 9 or more, else torch",
+            "DWDP_KERNELS", None, "how the model computes; auto: triton where its checks passed (nowhere yet)",
             _choice("auto", "torch", "triton"), "auto, torch or triton",
         ),
         Switch(

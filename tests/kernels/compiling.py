@@ -2,7 +2,10 @@
 
 Every tile of the tables is compiled at Kimi-K3's shapes. A kernel must leave shared memory at most at the 227 KiB that
 a block may have, its programs must fit on an SM as often as the tile says, and no more than a few values that a loop
-does not touch may spill to local memory. Weights that are decoded must reach the tensor cores from registers.
+does not touch may spill to local memory. Weights that are decoded must reach the tensor cores from registers, and
+attention must use their products of warp groups.
+
+A process of its own, since kernels of a process with TRITON_INTERPRET are not compiled.
 """
 
 from __future__ import annotations
@@ -24,7 +27,10 @@ LOCAL_LIMIT = 160  # bytes a thread: of addresses and bounds; 144 is the most th
 
 @dataclass(frozen=True)
 class Case:
-    """One kernel with types or constants of its arguments. Integers are multiples of 16 but those that say "odd"."""
+    """One kernel with types or constants of its arguments. Integers are multiples of 16 but those that say "odd".
+
+    local_limit: bytes of local memory a thread; products: whether it must use those of warp groups.
+    """
 
     name: str
     kernel: Any
@@ -33,6 +39,8 @@ class Case:
     warps: int
     stages: int
     resident: int = 1
+    local_limit: int = LOCAL_LIMIT
+    products: bool = False
 
 
 @dataclass(frozen=True)
@@ -114,6 +122,53 @@ def other_cases() -> Iterator[Case]:
     yield Case("activation", gated_kernel, arguments, constants, 4, 3)
 
 
+HEADS, NOPE, ROPE, VALUE, LATENT = 96, 128, 64, 128, 512
+
+
+def attention_cases() -> Iterator[Case]:
+    """Latent attention, the short convolution and the gate. None may keep its running sums in local memory; decode's
+    fill all registers but a few: one version of the compiler moves up to 80 words of a thread, another none."""
+    import torch
+
+    from dwdp.kernels import attention, gated, short_conv
+
+    blocks = attention.prefill_blocks(torch.bfloat16)
+    arguments = dict.fromkeys(("query", "expanded", "shared", "out"), "*bf16")
+    arguments |= dict.fromkeys(("carried", "carried_highest", "carried_summed"), "*fp32")
+    arguments |= {"tiles": "*i32", "scale": "fp32", "expanded_stride": "i32", "shared_stride": "i32"}
+    constants = dict(
+        HEADS=HEADS, NOPE=NOPE, ROPE=ROPE, VALUE=VALUE, NOPE_BLOCK=NOPE, ROPE_BLOCK=ROPE, VALUE_BLOCK=VALUE
+    )
+    constants |= dict(QUERIES=blocks.rows, KEYS=blocks.keys, CARRIES=True, PRECISION="tf32")
+    sizes = dict(warps=blocks.warps, stages=blocks.stages, local_limit=0, products=True)
+    yield Case("prefill", attention._prefill, arguments, constants, **sizes)
+    blocks = attention.decode_blocks(torch.bfloat16)
+    arguments = dict.fromkeys(("query_latent", "query_rope", "rows"), "*bf16") | {"slots": "*i64", "contexts": "*i64"}
+    arguments |= dict.fromkeys(("partial", "partial_highest", "partial_summed"), "*fp32") | {"scale": "fp32"}
+    strides = ("latent_stride", "latent_head_stride", "rope_stride", "rope_head_stride", "row_stride")
+    arguments |= dict.fromkeys(strides, "i32") | {"slot_stride": "i64", "splits": "i32, odd"}
+    constants = dict(HEADS=HEADS, LATENT=LATENT, ROPE=ROPE, LATENT_BLOCK=LATENT, ROPE_BLOCK=ROPE)
+    constants |= dict(HEADS_BLOCK=blocks.rows, KEYS=blocks.keys, PRECISION="tf32")
+    sizes = dict(warps=blocks.warps, stages=blocks.stages, local_limit=320, products=True)
+    yield Case("decode", attention._decode, arguments, constants, **sizes)
+    arguments = dict.fromkeys(("partial", "partial_highest", "partial_summed"), "*fp32") | {"out": "*bf16"}
+    arguments |= {"splits": "i32, odd", "out_stride": "i32", "out_head_stride": "i32"}
+    constants = dict(HEADS=HEADS, LATENT=LATENT, LATENT_BLOCK=LATENT)
+    yield Case("parts of decode", attention._combine, arguments, constants, 4, 3, local_limit=0)
+    arguments = dict.fromkeys(("q", "k", "v", "past", "q_out", "k_out", "v_out", "next_past"), "*bf16")
+    arguments |= dict.fromkeys(("q_taps", "k_taps", "v_taps"), "*fp32") | {"begins": "*i64", "token_sequences": "*i64"}
+    arguments |= {"num_tokens": "i32, odd", "num_tiles": "i32, odd", "eps": "fp32"}
+    constants = dict(HEADS=HEADS, WIDTH=128, WIDTH_BLOCK=128, TAPS=4, TOKENS=short_conv.TOKENS)
+    yield Case("short convolution", short_conv._short_conv, arguments, constants, 4, 3, local_limit=0)
+    arguments = dict.fromkeys(("x", "gate", "out"), "*bf16") | {
+        "weight": "*fp32",
+        "num_rows": "i32, odd",
+        "eps": "fp32",
+    }
+    constants = dict(WIDTH=128, WIDTH_BLOCK=128, ROWS=gated.ROWS, NORM=True)
+    yield Case("norm and gate", gated._gated, arguments, constants, 4, 3, local_limit=0)
+
+
 def build(case: Case) -> Built:
     import triton
     from triton.backends.compiler import GPUTarget
@@ -121,7 +176,7 @@ def build(case: Case) -> Built:
 
     order = {name: i for i, name in enumerate(case.kernel.arg_names)}
     signature = {name: case.arguments.get(name, "constexpr").removesuffix(", odd") for name in order}
-    multiples = [name for name, kind in case.arguments.items() if kind[0] == "*" or kind == "i32"]
+    multiples = [name for name, kind in case.arguments.items() if kind[0] == "*" or kind in ("i32", "i64")]
     aligned = {(order[name],): [["tt.divisibility", 16]] for name in multiples}
     source = ASTSource(case.kernel, signature, constexprs=case.constants, attrs=aligned)
     options = dict(num_warps=case.warps, num_stages=case.stages)
@@ -149,9 +204,12 @@ def problems(case: Case, built: Built) -> list[str]:
         found.append(f"{case.resident} x {built.shared} bytes of shared memory are more than an SM has")
     if built.registers * 32 * case.warps * case.resident > REGISTERS:
         found.append(f"{built.registers} registers do not let {case.resident} programs stay on an SM")
-    if built.ttgir.count("warp_group_dot ") and not built.from_registers() and case.constants["FORMAT"] != "plain":
+    decoded = case.constants.get("FORMAT", "plain") != "plain"
+    if decoded and built.ttgir.count("warp_group_dot ") and not built.from_registers():
         found.append("decoded weights go through shared memory")
-    if built.local > LOCAL_LIMIT:
+    if case.products and "wgmma.mma_async" not in built.ptx:
+        found.append("no products of warp groups")
+    if built.local > case.local_limit:
         found.append(f"{built.local} bytes of local memory a thread")
     return found
 
@@ -161,7 +219,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", action="append", help="a case by its name; may be given again")
     options = parser.parse_args(arguments)
     wrong = 0
-    for case in [*grouped_cases(), *other_cases()]:
+    for case in [*grouped_cases(), *other_cases(), *attention_cases()]:
         if options.only and case.name not in options.only:
             continue
         built = build(case)

@@ -44,10 +44,11 @@ def test_the_interpreter_runs_kernels_on_the_host_where_the_tests_have_triton():
     assert kernels_for("cpu", {"DWDP_KERNELS": "triton", "TRITON_INTERPRET": "1"}) == "triton"
 
 
-def test_auto_takes_kernels_on_a_gpu_that_has_run_them(gpu):
+def test_auto_takes_kernels_on_a_gpu_that_has_run_them(gpu, monkeypatch):
     pytest.importorskip("triton")
-    assert kernels_for(gpu(9), {}) == kernels_for(gpu(10), {}) == "triton"
-    assert kernels_for(gpu(8), {}) == kernels_for(gpu(9, installed=False), {}) == "torch"
+    monkeypatch.setattr(select, "CHECKED_ON", frozenset({9}))
+    assert kernels_for(gpu(9), {}) == "triton"
+    assert kernels_for(gpu(8), {}) == kernels_for(gpu(10), {}) == kernels_for(gpu(9, installed=False), {}) == "torch"
     assert kernels_for(gpu(8), {"DWDP_KERNELS": "triton"}) == "triton"
     assert kernels_for(gpu(9), {"DWDP_KERNELS": "torch"}) == "torch"
 

@@ -1,7 +1,7 @@
 """Which form of a computation runs: the torch form, which is the reference, or Triton kernels.
 
-`DWDP_KERNELS` says so: `torch` and `triton` are taken as they are, `auto` (the default) means kernels on a GPU that
-they were tested on and the torch form elsewhere.
+`DWDP_KERNELS` says so: `torch` and `triton` are taken as they are, `auto` (the default) means kernels on GPUs on which
+their checks have passed and the torch form elsewhere.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor
 from dwdp import env
 from dwdp.errors import ConfigError
 
-# Compute capability from which on `auto` takes the kernels: nothing older has run them.
-TESTED_CAPABILITY = 9
+# Major compute capabilities of GPUs on which tests/gpu's check_attention and check_moe have passed: none yet.
+CHECKED_ON: frozenset[int] = frozenset()
 KERNEL_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 
 
@@ -44,8 +44,8 @@ def _form(kind: str, index: int | None, asked: str, interpreted: bool) -> str:
         if not installed:
             raise ConfigError("DWDP_KERNELS=triton, but triton is not installed: pip install 'dwdp[gpu]'")
         return "triton"
-    tested = kind == "cuda" and torch.cuda.get_device_capability(index)[0] >= TESTED_CAPABILITY
-    if not (tested and installed):
+    checked = kind == "cuda" and torch.cuda.get_device_capability(index)[0] in CHECKED_ON
+    if not (checked and installed):
         return "torch"
     from dwdp.kernels.lang import MISSING
 
