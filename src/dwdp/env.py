@@ -8,6 +8,7 @@ A switch is named `DWDP_...`; the original's name is an alias. A value that cann
 from __future__ import annotations
 
 import difflib
+import functools
 import logging
 import os
 import re
@@ -307,8 +308,13 @@ def rendezvous_timeout_seconds(environ: Environ = None) -> float:
 
 
 def kernels(environ: Environ = None) -> str:
-    """Which form of the model's computations is asked for: auto, torch or triton."""
-    return str(value("DWDP_KERNELS", environ) or "auto")
+    """Which form of the model's computations is asked for: auto, torch or triton. Every layer asks."""
+    return _kernels(_environ(environ).get("DWDP_KERNELS"))
+
+
+@functools.lru_cache(maxsize=16)
+def _kernels(text: str | None) -> str:
+    return "auto" if text is None else str(_value(SWITCHES["DWDP_KERNELS"], "DWDP_KERNELS", text))
 
 
 def triton_interpreted(environ: Environ = None) -> bool:

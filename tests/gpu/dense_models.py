@@ -84,7 +84,7 @@ def config_folder(config: dict) -> Iterator[Path]:
         yield Path(folder)
 
 
-def made_on_device(path, *, dtype, expert_range=None, device="cpu", progress=None, built=None) -> KimiK3Model:
+def made_on_device(path, *, expert_range=None, device="cpu", built=None, **_) -> KimiK3Model:
     """As `load_model`, with random bf16 weights in place of a checkpoint's: by parameter the same on every rank, whole
     or in the parts that a rank keeps."""
     model = KimiK3Model(

@@ -361,7 +361,7 @@ def test_a_failing_unmap_is_logged_once_and_returned_and_everything_else_is_rele
     assert [error.call for error in errors] == ["cuMemUnmap"] and caplog.text.count("Traceback") == 1
     assert "rank 5: unmap of h1 failed" in caplog.text
     # The second range keeps its addresses: something is still mapped there.
-    assert domain.driver.api.live() == [0, 1, 1, 0, 0, 0] and domain.live() == NOTHING
+    assert domain.driver.api.live() == [0, 1, 1, 0, 0, 0, 0] and domain.live() == NOTHING
     assert domain.close() == []
 
 

@@ -202,18 +202,18 @@ def test_the_originals_are_summed_up_in_one_launch_and_a_blob_is_compared_in_one
 
 def read_in_order(rank, read_all):
     """The toy model reads in the calling thread, so each wait on compute must be over before the read."""
-    device, wait = rank.device, rank.device.wait
+    device, wait = rank.device, rank.device._wait_for
 
-    def waiting(stream, event, **where):
-        wait(stream, event, **where)
+    def waiting(stream, events, *where):
+        wait(stream, events, *where)
         if stream is device.compute:
             device.api.cuStreamSynchronize(stream.raw)
 
-    device.wait = waiting
+    device._wait_for = waiting
     try:
         read_all(2)
     finally:
-        device.wait = wait
+        device._wait_for = wait
 
 
 def test_a_failing_import_of_dense_rows_leaves_the_model_as_it_was(handle_type):

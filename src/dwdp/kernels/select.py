@@ -27,16 +27,17 @@ def kernels_for(device: torch.device | str, environ: env.Environ = None) -> str:
     Triton's interpreter (TRITON_INTERPRET=1, very slow) runs them.
     """
     device = torch.device(device)
+    asked = env.kernels(environ)
+    if asked == "torch" or (asked == "auto" and device.type != "cuda"):  # at once: every layer asks many times
+        return "torch"
     index = device.index
     if device.type == "cuda" and index is None:
         index = torch.cuda.current_device()
-    return _form(device.type, index, env.kernels(environ), env.triton_interpreted(environ))
+    return _form(device.type, index, asked, env.triton_interpreted(environ))
 
 
 @functools.cache
 def _form(kind: str, index: int | None, asked: str, interpreted: bool) -> str:
-    if asked == "torch":
-        return "torch"
     installed = importlib.util.find_spec("triton") is not None
     if asked == "triton":
         if kind != "cuda" and not interpreted:
@@ -44,7 +45,7 @@ def _form(kind: str, index: int | None, asked: str, interpreted: bool) -> str:
         if not installed:
             raise ConfigError("DWDP_KERNELS=triton, but triton is not installed: pip install 'dwdp[gpu]'")
         return "triton"
-    checked = kind == "cuda" and torch.cuda.get_device_capability(index)[0] in CHECKED_ON
+    checked = torch.cuda.get_device_capability(index)[0] in CHECKED_ON
     if not (checked and installed):
         return "torch"
     from dwdp.kernels.lang import MISSING
