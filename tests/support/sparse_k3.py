@@ -211,7 +211,7 @@ def measure(folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--format", choices=("mxfp4", "nvfp4"), required=True)
     parser.add_argument("--measure", action="store_true", help="plan the folder and print what that took")
     parser.add_argument("path", type=Path)

@@ -169,6 +169,8 @@ def main(arguments: list[str]) -> int:
         return 2
     for race in races:
         print(f"{race.kind}: {race.text}")
+    if not races:
+        print(f"{path}: no race")
     return 1 if races else 0
 
 
