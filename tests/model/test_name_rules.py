@@ -1,8 +1,12 @@
 """Entries that name modules: a list narrowed to a layer's experts says of these what the whole list says."""
 
+import warnings
+
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from dwdp.errors import CheckpointError
 from dwdp.model.formats import MATRICES, expert_module
 from dwdp.model.name_rules import NameRules
 
@@ -64,3 +68,16 @@ def test_what_a_release_ignores_is_nothing_among_its_experts():
     listed = ["lm_head", "re:.*self_attn.*", r"re:.*mlp\.(gate|up)_proj.*", "*vision_tower*", "model.layers.0.mlp"]
     listed += ["re:.*shared_experts.*", "model.layers.2.block_sparse_moe.experts"]
     assert NameRules("test", [(entry, entry) for entry in listed]).experts_below(PARENT)._rules == []
+
+
+@pytest.mark.parametrize("entry", ["re:(", "re:a{99999999999999}", "re:" + "(" * 5000])
+def test_an_expression_that_cannot_be_read_is_refused(entry):
+    with pytest.raises(CheckpointError, match="config.json has the bad regular expression") as refused:
+        NameRules("config.json", [(entry, 1)])
+    assert len(str(refused.value)) < 400
+
+
+def test_an_expression_warns_nobody():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert NameRules("config.json", [("re:[[a]", 1)]).first("a") == 1

@@ -209,3 +209,21 @@ def test_control_tokens_that_are_none_are_refused(tmp_path, folder, added, words
     with pytest.raises(CheckpointError, match="tokenizer_config.json added_tokens_decoder") as refused:
         load_tokenizer(tmp_path, VOCAB)
     assert all(word in str(refused.value) for word in words), str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "content", "message"),
+    [
+        (str(len(RANKS)), "a\ud800", "is no id with its content"),
+        ("9" * 5000, "a", "is no id with its content"),
+        (f"0{len(RANKS)}", "a", f"names id {len(RANKS)} twice"),
+    ],
+)
+def test_an_added_token_that_is_no_text_or_no_single_id_is_refused(tmp_path, key, content, message):
+    (tmp_path / "config.json").write_text("{}")
+    write_tiktoken(tmp_path, RANKS)
+    added = {str(len(RANKS)): {"content": "[BOS]"}} | {key: {"content": content}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
+    with pytest.raises(CheckpointError, match=f"tokenizer_config.json added_tokens_decoder .*{message}") as refused:
+        load_tokenizer(tmp_path, VOCAB)
+    assert len(str(refused.value)) < 500

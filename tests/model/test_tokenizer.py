@@ -6,7 +6,7 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, models, pre_tokenizers, processors
 
-from dwdp.errors import CheckpointError
+from dwdp.errors import CheckpointError, RequestError
 from dwdp.model.tokenizer import check_tokenizer, eos_token_ids, load_tokenizer
 
 
@@ -102,3 +102,21 @@ def test_a_generation_config_that_is_no_file_is_named(tmp_path):
     (tmp_path / "generation_config.json").mkdir()
     with pytest.raises(CheckpointError, match="generation_config.json cannot be read"):
         eos_token_ids(tmp_path, 10)
+
+
+WORDS = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "[UNK]"}
+
+
+def test_what_the_library_gives_up_on_is_refused_in_a_line(tmp_path):
+    """Its Rust code panics on a broken character map, which Python sees as a BaseException; a text that a vocabulary
+    lacks words for is a bare Exception."""
+    (tmp_path / "config.json").write_text("{}")
+    broken = {"type": "Precompiled", "precompiled_charsmap": ""}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": [], "normalizer": broken, "model": WORDS}))
+    with pytest.raises(CheckpointError, match="tokenizer.json cannot be read: Precompiled"):
+        load_tokenizer(tmp_path, 260)
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": [], "model": WORDS}))
+    tokenizer = load_tokenizer(tmp_path, 260)
+    assert tokenizer.encode("a") == [0]
+    with pytest.raises(RequestError, match=r"no tokens for the text: .*\[UNK\]"):
+        tokenizer.encode("b")

@@ -411,3 +411,15 @@ sys.exit(code)
         if min(seconds) < 2:
             break
     assert min(seconds) < 2
+
+
+@pytest.mark.parametrize("value", ["1e-320", "1e300"])
+def test_a_gpu_that_a_float_cannot_compute_with_is_refused(capsys, value):
+    options = ["--gpu-memory", value, "--link-gbps", value, "--tflops", value]
+    assert run(["plan", "--model", "kimi-k3", "--ranks", "16", *options]) == 2
+    assert "--gpu-memory" in (error := capsys.readouterr().err) and "must be from" in error
+
+
+def test_a_path_that_no_system_can_hold_is_no_model(capsys):
+    assert run(["plan", "x" * 5000]) == 2
+    assert "no such model" in capsys.readouterr().err

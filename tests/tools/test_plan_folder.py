@@ -16,8 +16,9 @@ from dwdp.config.schema import DenseConfig
 from dwdp.model import loader
 from dwdp.model.config import ModelConfig
 from dwdp.model.decoder import KimiK3Model
+from dwdp.model.folder import open_folder
 from dwdp.model.headers import Headers
-from dwdp.model.safetensors_file import ITEMSIZE
+from dwdp.model.safetensors_file import ITEMSIZE, TensorEntry
 from dwdp.model.writer import random_checkpoint
 from dwdp.partition.layout import cuts
 from dwdp.runtime.load_rows import collect_dense
@@ -241,3 +242,12 @@ def test_a_released_folder_generates_as_it_is(capsys, tmp_path):
     ]
     assert len([line for line in lines if "temperature 1.0, top_p 0.95 (generation_config.json)" in line]) == 1
     assert 1 <= len(json.loads(captured.out)["outputs"][0]["token_ids"]) <= 3
+
+
+def test_a_vision_tensor_may_be_named_as_an_expert_is(release):
+    folder = open_folder(release[0])
+    entries = folder.headers.entries
+    before = plan_folder._divide(folder)
+    odd = "vision_tower.block_sparse_moe.experts.gate.weight"
+    entries[odd] = TensorEntry(odd, "U8", (1,), "x", 0, 1)
+    assert plan_folder._divide(folder) == before

@@ -10,7 +10,7 @@ from typing import Any
 
 from dwdp.errors import CheckpointError, RequestError
 from dwdp.executor.request import SamplingParams
-from dwdp.model.headers import read_json
+from dwdp.model.headers import is_there, read_json
 
 GENERATION_NAME = "generation_config.json"
 _FIELDS = {"max_new_tokens": "max_tokens", "temperature": "temperature", "top_p": "top_p", "top_k": "top_k"}
@@ -54,7 +54,7 @@ def read_sampling_defaults(folder: Path) -> SamplingDefaults:
     CheckpointError, one line, names every key with a value that no request may have.
     """
     path = folder / GENERATION_NAME
-    if not path.exists():
+    if not is_there(path):
         return SamplingDefaults()
     data = read_json(path)
     fields: dict[str, Any] = {}

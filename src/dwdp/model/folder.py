@@ -10,8 +10,8 @@ from pathlib import Path
 from dwdp.errors import CheckpointError
 from dwdp.model.config import ModelConfig
 from dwdp.model.formats import MATRICES, expert_format, expert_module, read_formats
-from dwdp.model.headers import INDEX_NAME, Headers, read_config
-from dwdp.model.inventory import Expected, Inventory, Skipped, expected_dense
+from dwdp.model.headers import INDEX_NAME, Headers, is_there, read_config
+from dwdp.model.inventory import Expected, Inventory, Skipped, check_expert_count, expected_dense
 from dwdp.model.shapes import model_tensors
 from dwdp.model.tokenizer import check_tokenizer
 
@@ -34,6 +34,7 @@ def open_folder(path: str | os.PathLike) -> Folder:
     """
     config = check_config(path, read_config(path))  # before the headers, of which there may be a million
     headers = Headers(path)
+    check_expert_count(headers.path, config.num_experts, len(config.moe_layer_indices), len(headers.entries))
     check_tokenizer(path, config.vocab_size)
     formats = read_formats(headers.path, headers.config)
     form = expert_format(headers.path, config, formats)
@@ -57,7 +58,7 @@ def check_config(path: str | os.PathLike, data: dict) -> ModelConfig:
 def has_weights(path: str | os.PathLike) -> bool:
     """Whether there are safetensors files, or an index of some."""
     folder = Path(path)
-    return (folder / INDEX_NAME).exists() or any(folder.glob("*.safetensors"))
+    return is_there(folder / INDEX_NAME) or any(folder.glob("*.safetensors"))
 
 
 def expectations(config: ModelConfig, expert_format: str) -> Iterator[Expected]:

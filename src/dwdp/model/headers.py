@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from dwdp.errors import CheckpointError
-from dwdp.model.safetensors_file import ReadLog, TensorEntry, one_line, read_header
+from dwdp.model.safetensors_file import ReadLog, TensorEntry, file_bytes, one_line, read_header
 
 INDEX_NAME = "model.safetensors.index.json"
 MODELOPT_NAME = "hf_quant_config.json"
@@ -75,7 +75,7 @@ def read_config(path: str | os.PathLike) -> dict:
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a checkpoint folder")
     config = read_json(folder / "config.json")
-    if not (folder / MODELOPT_NAME).exists():
+    if not is_there(folder / MODELOPT_NAME):
         return config
     own = read_json(folder / MODELOPT_NAME)
     text = config.get("text_config")
@@ -117,8 +117,9 @@ def _differing(config: object, own: dict) -> str:
 
 def read_json(path: Path) -> dict:
     """The JSON object in a file; CheckpointError naming the file when there is none."""
+    text = file_bytes(path)
     try:
-        value = json.loads(_file_bytes(path))
+        value = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not JSON: {one_line(error)}") from error
     if not isinstance(value, dict):
@@ -126,11 +127,10 @@ def read_json(path: Path) -> dict:
     return value
 
 
-def _file_bytes(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+def is_there(path: Path) -> bool:
+    """Whether a folder has an entry of this name. A link to nothing is one, as a download that broke off leaves them:
+    it is refused when it is read, not taken for a file that the folder does without."""
+    return os.path.lexists(path)
 
 
 # -- the index ----------------------------------------------------------------------------------------------------
@@ -143,10 +143,11 @@ class _Index(msgspec.Struct):
 def _weight_map(folder: Path) -> dict[str, str]:
     """Tensor name -> file of the index; empty when there is no index."""
     path = folder / INDEX_NAME
-    if not path.exists():
+    if not is_there(path):
         return {}
+    text = file_bytes(path)
     try:
-        weight_map = msgspec.json.decode(_file_bytes(path), type=_Index).weight_map
+        weight_map = msgspec.json.decode(text, type=_Index).weight_map
     except (msgspec.MsgspecError, ValueError, RecursionError):
         weight_map = read_json(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -158,7 +159,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
     if wrong is None or wrong:
         name, file = next((name, file) for name, file in weight_map.items() if not _is_plain_name(file))
         raise CheckpointError(f"{path} places tensor {name} in {file!r}, no file of its folder")
-    missing = sorted(file for file in set(weight_map.values()) if not (folder / file).exists())
+    missing = sorted(file for file in set(weight_map.values()) if not os.path.exists(folder / file))
     if missing:
         raise CheckpointError(f"{path} names {', '.join(missing)}, which the folder does not hold")
     return weight_map

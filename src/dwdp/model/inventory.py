@@ -9,6 +9,7 @@ from functools import lru_cache
 
 import msgspec
 
+from dwdp.errors import CheckpointError
 from dwdp.model.formats import MXFP4_GROUP, NVFP4_GROUP, PREFIX, Declared, Formats, fp8_scale_shapes, strip_prefix
 from dwdp.model.safetensors_file import TensorEntry
 
@@ -18,6 +19,8 @@ _SUFFIXES = (".weight", ".weight_packed", ".weight_scale", ".weight_scale_2", ".
 _LEGACY_RES = re.compile(r"_res\.(proj|norm)_weight$")
 _MOST_ALIKE = 1000
 """Format faults with the same reason that are listed one by one; of more the first few and their number."""
+_MOST_MISSING = 100_000
+"""Matrices of experts that may be missing and still be listed one by one."""
 
 
 class Expected(msgspec.Struct, frozen=True, gc=False):
@@ -65,6 +68,17 @@ def canonical_name(raw: str) -> str:
     """A checkpoint's tensor name without `language_model.`, in today's spelling."""
     name = strip_prefix(raw)
     return _LEGACY_RES.sub(r"_res_\1.weight", name) if "_res." in name else name
+
+
+def check_expert_count(where: object, num_experts: int, num_layers: int, num_entries: int) -> None:
+    """CheckpointError for experts of which nearly all are missing. Each would have its line: a wrong number in a
+    config.json makes it billions. where: for the message; num_layers: with experts; num_entries: the files' tensors."""
+    matrices = 3 * num_experts * num_layers
+    if matrices - num_entries > _MOST_MISSING:
+        raise CheckpointError(
+            f"{where}: config.json has {num_experts} experts in each of {num_layers} layers, which are {matrices} "
+            f"matrices, but all files together hold {num_entries} tensors"
+        )
 
 
 class Inventory:

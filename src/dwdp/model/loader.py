@@ -19,7 +19,7 @@ from dwdp.model.checkpoint import DTYPES, Checkpoint
 from dwdp.model.config import ModelConfig
 from dwdp.model.decoder import KimiK3Model
 from dwdp.model.formats import Formats, expert_format, expert_module, read_formats
-from dwdp.model.inventory import Expected, Inventory, expected_dense
+from dwdp.model.inventory import Expected, Inventory, check_expert_count, expected_dense
 from dwdp.model.kept_fp8 import SCALE
 from dwdp.model.landing import Landings, Place
 from dwdp.model.moe import RoutedExperts
@@ -185,9 +185,11 @@ def _check_same_config(checkpoint: Checkpoint, model: KimiK3Model) -> None:
 
 def _model_config(checkpoint: Checkpoint) -> ModelConfig:
     try:
-        return ModelConfig.from_dict(checkpoint.config)
+        config = ModelConfig.from_dict(checkpoint.config)
     except ValueError as error:
         raise CheckpointError(f"{checkpoint.path}/config.json: {error}") from error
+    check_expert_count(checkpoint.path, config.num_experts, len(config.moe_layer_indices), len(checkpoint.entries))
+    return config
 
 
 def _resolve_dtype(dtype: str | torch.dtype, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:

@@ -7,6 +7,7 @@ about the experts of one layer, which is nearly always nothing.
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fnmatch import translate
@@ -79,9 +80,12 @@ def _rule(where: str, entry: str, value: T) -> _Rule[T]:
         return _Rule(value, lambda module: True, lambda parent: True)
     if entry.startswith("re:"):
         try:
-            match = re.compile(entry[3:]).match
-        except re.error as error:
-            raise CheckpointError(f"{where} has the bad regular expression {entry!r}: {error}") from error
+            with warnings.catch_warnings():  # of what another version will read otherwise: not for the user's eyes
+                warnings.simplefilter("ignore")
+                match = re.compile(entry[3:]).match
+        except (re.error, OverflowError, RecursionError) as error:
+            shown = entry if len(entry) <= 200 else entry[:197] + "..."
+            raise CheckpointError(f"{where} has the bad regular expression {shown!r}: {error}") from error
         anywhere, text = _after(entry[3:].removeprefix("^"), ".*")
         literal = "" if _has_choice(text) else _literal_start(text)
     elif "*" in entry:

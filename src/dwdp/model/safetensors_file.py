@@ -39,6 +39,8 @@ ITEMSIZE = {
 """Name of a dtype in a header -> bytes of one element."""
 
 _MAX_HEADER_NBYTES = 100_000_000  # the format's own limit
+_MAX_DIMS = 64  # of a shape; a header of nothing else would be multiplied out for hours
+_MAX_SIZE = 1 << 63  # of a dimension, and of a tensor's bytes
 _MAX_READ_NBYTES = 1 << 30  # Linux moves at most 2 GiB - 4 KiB a call
 
 
@@ -71,6 +73,22 @@ def open_file(path: Path) -> int:
         os.close(fd)
         raise CheckpointError(f"{path} is not a regular file")
     return fd
+
+
+def file_bytes(path: Path) -> bytes:
+    """All of a regular file; CheckpointError naming it when it cannot be read. A pipe or device is refused, which might
+    never end."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise CheckpointError(f"{path} cannot be read: it is not a regular file")
+            with open(fd, "rb", closefd=False) as file:
+                return file.read()
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def read_at(fd: int, path: Path, offset: int, out: memoryview, what: str) -> None:
@@ -148,7 +166,9 @@ def _fast_entries(
         key = (info.dtype, info.shape)
         shared = known.get(key)
         if shared is None:
-            if info.dtype not in ITEMSIZE:
+            if info.dtype not in ITEMSIZE or len(info.shape) > _MAX_DIMS:
+                return None
+            if max(info.shape, default=0) >= _MAX_SIZE:
                 return None
             shared = known[key] = (*key, math.prod(info.shape) * ITEMSIZE[info.dtype])
         dtype, shape, nbytes = shared
@@ -203,19 +223,27 @@ def _entry(file: str, name: str, info: object, data_start: int) -> TensorEntry:
         raise ValueError("its entry is not an object")
     dtype, shape, offsets = info.get("dtype"), info.get("shape"), info.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in ITEMSIZE:
-        raise ValueError(f"unknown dtype {dtype!r}")
-    if not _naturals(shape):
-        raise ValueError(f"bad shape {shape!r}")
+        raise ValueError(f"unknown dtype {_short(dtype)}")
+    if not _naturals(shape) or len(shape) > _MAX_DIMS:
+        raise ValueError(f"bad shape {_short(shape)}")
     if not _naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise ValueError(f"bad data_offsets {offsets!r}")
+        raise ValueError(f"bad data_offsets {_short(offsets)}")
     nbytes = math.prod(shape) * ITEMSIZE[dtype]
+    if nbytes >= _MAX_SIZE:
+        raise ValueError(f"bad shape {_short(shape)}: no file holds as many bytes")
     if offsets[1] - offsets[0] != nbytes:
         raise ValueError(f"{dtype} {shape} takes {nbytes} bytes, data_offsets span {offsets[1] - offsets[0]}")
     return TensorEntry(name, dtype, tuple(shape), file, data_start + offsets[0], nbytes)
 
 
 def _naturals(values: object) -> bool:
-    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
+    return isinstance(values, list) and all(type(value) is int and 0 <= value < _MAX_SIZE for value in values)
+
+
+def _short(value: object) -> str:
+    """Of a value that may be as long as a header."""
+    text = repr(value)
+    return text if len(text) <= 200 else text[:197] + "..."
 
 
 def _layout_problems(path: Path, ordered: Iterable[TensorEntry], data_start: int, size: int) -> list[str]:

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dwdp.errors import CheckpointError
-from dwdp.model.headers import read_json
+from dwdp.model.headers import is_there, read_json
+from dwdp.model.safetensors_file import file_bytes
 
 if TYPE_CHECKING:
     import tiktoken
@@ -108,10 +109,7 @@ def read_tiktoken_model(folder: Path, vocab_size: int) -> TiktokenModel:
 
 def _read_ranks(path: Path) -> dict[bytes, int]:
     """Token -> rank, in the order of the ranks."""
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    lines = file_bytes(path).splitlines()
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(lines, start=1):
         if not line:
@@ -123,7 +121,7 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
             raise CheckpointError(f"{path} line {number} is no base64 token with its rank: {line[:80]!r}") from None
         if not token or value < 0 or token in ranks:
             why = "is there already" if token in ranks else "has no bytes or a rank below 0"
-            raise CheckpointError(f"{path} line {number}: token {token!r} {why}")
+            raise CheckpointError(f"{path} line {number}: token {token[:80]!r} {why}")
         ranks[token] = value
     ranks = dict(sorted(ranks.items(), key=lambda item: item[1]))
     wrong = next((i for i, rank in enumerate(ranks.values()) if rank != i), None)
@@ -137,7 +135,7 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
 
 def _added_tokens(path: Path, start: int, end: int) -> tuple[dict[int, str], set[int]]:
     """id -> text of the control tokens that tokenizer_config.json names, and those of them that are not special."""
-    if not path.exists():
+    if not is_there(path):
         return {}, set()
     added = read_json(path).get("added_tokens_decoder") or {}
     if not isinstance(added, dict):
@@ -146,13 +144,16 @@ def _added_tokens(path: Path, start: int, end: int) -> tuple[dict[int, str], set
     plain: set[int] = set()
     for key, token in added.items():
         text = token.get("content") if isinstance(token, dict) else token
-        if not (key.isascii() and key.isdigit()) or not isinstance(text, str) or not text:
-            raise CheckpointError(f"{path} added_tokens_decoder entry {key!r} is no id with its content: {token!r}")
+        if not (key.isascii() and key.isdigit() and len(key) < 20) or not _is_text(text):
+            shown = f"{key[:80]!r} is no id with its content: {repr(token)[:200]}"
+            raise CheckpointError(f"{path} added_tokens_decoder entry {shown}")
         if not start <= int(key) < end:
             raise CheckpointError(
                 f"{path} added_tokens_decoder names id {key} ({text!r}), which is no control token: these are "
                 f"{start} to {end - 1}, behind the ranks of {MODEL_NAME}"
             )
+        if int(key) in named:
+            raise CheckpointError(f"{path} added_tokens_decoder names id {int(key)} twice")
         named[int(key)] = text
         if isinstance(token, dict) and token.get("special") is False:
             plain.add(int(key))
@@ -160,3 +161,8 @@ def _added_tokens(path: Path, start: int, end: int) -> tuple[dict[int, str], set
         twice = next(text for text in named.values() if list(named.values()).count(text) > 1)
         raise CheckpointError(f"{path} added_tokens_decoder gives {twice!r} two ids")
     return named, plain
+
+
+def _is_text(value: object) -> bool:
+    """Whether it has characters, and no surrogate alone: that is no character, and no bytes."""
+    return isinstance(value, str) and value != "" and not any("\ud800" <= one <= "\udfff" for one in value)

@@ -10,8 +10,9 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dwdp.errors import CheckpointError
-from dwdp.model.headers import read_config, read_json
+from dwdp.errors import CheckpointError, RequestError
+from dwdp.model.headers import is_there, read_config, read_json
+from dwdp.model.safetensors_file import file_bytes, one_line
 from dwdp.model.text_stream import TextStream
 from dwdp.model.tiktoken_model import MODEL_NAME, TiktokenModel, read_tiktoken_model
 
@@ -48,7 +49,12 @@ class _JsonModel:
         self._plain, self._encoder = plain, encoder
 
     def encode(self, text: str) -> list[int]:
-        return self._encoder.encode(text, add_special_tokens=False).ids
+        try:
+            return self._encoder.encode(text, add_special_tokens=False).ids
+        except BaseException as error:
+            if not _is_the_librarys(error):
+                raise
+            raise RequestError(f"tokenizer.json has no tokens for the text: {one_line(error)}") from error
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
         return self._plain.decode(ids, skip_special_tokens=skip_special_tokens)
@@ -63,9 +69,9 @@ def load_tokenizer(path: str | os.PathLike, vocab_size: int) -> Tokenizer | None
     """
     eos_ids = eos_token_ids(path, vocab_size)
     folder = Path(path)
-    if (folder / "tokenizer.json").exists():
+    if is_there(folder / "tokenizer.json"):
         return Tokenizer(_read_json_model(folder / "tokenizer.json", vocab_size), eos_ids)
-    if (folder / MODEL_NAME).exists():
+    if is_there(folder / MODEL_NAME):
         return Tokenizer(read_tiktoken_model(folder, vocab_size), eos_ids)
     return None
 
@@ -73,11 +79,14 @@ def load_tokenizer(path: str | os.PathLike, vocab_size: int) -> Tokenizer | None
 def _read_json_model(file: Path, vocab_size: int) -> _JsonModel:
     import tokenizers
 
+    raw = file_bytes(file)
     try:
-        text = file.read_text(encoding="utf-8")
+        text = raw.decode()
         plain = tokenizers.Tokenizer.from_str(text)
-    except Exception as error:  # the library raises bare Exception
-        raise CheckpointError(f"{file} cannot be read: {'; '.join(str(error).splitlines())}") from error
+    except BaseException as error:
+        if not _is_the_librarys(error):
+            raise
+        raise CheckpointError(f"{file} cannot be read: {one_line(error)}") from error
     largest, token = max(((i, token) for token, i in plain.get_vocab(True).items()), default=(-1, ""))
     if largest >= vocab_size:
         raise CheckpointError(f"{file}: token {token!r} has id {largest}, the model's vocab_size is {vocab_size}")
@@ -86,6 +95,11 @@ def _read_json_model(file: Path, vocab_size: int) -> _JsonModel:
     encoder.no_truncation()
     encoder.no_padding()
     return _JsonModel(plain, encoder)
+
+
+def _is_the_librarys(error: BaseException) -> bool:
+    """Whether `tokenizers` may have raised it: a bare Exception or, from a Rust panic, not even that."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def check_tokenizer(path: str | os.PathLike, vocab_size: int) -> None:
@@ -102,7 +116,7 @@ def eos_token_ids(path: str | os.PathLike, vocab_size: int) -> tuple[int, ...]:
     config = read_config(folder)
     sources = [("config.json", config), ("config.json text_config", config.get("text_config"))]
     generation = folder / "generation_config.json"
-    if generation.exists():
+    if is_there(generation):
         sources.append((generation.name, read_json(generation)))
     eos_ids: set[int] = set()
     problems: list[str] = []

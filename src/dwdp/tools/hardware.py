@@ -64,6 +64,9 @@ GPUS = {
 }  # fmt: skip
 
 
+_LEAST, _MOST = 1e-9, 1e12  # of a described GPU's numbers, in their units: far from what a float loses
+
+
 def choose_gpu(
     name: str | None, memory_gib: float | None, link_gb_per_s: float | None, tflops: float | None
 ) -> Gpu | None:
@@ -84,4 +87,6 @@ def choose_gpu(
     for option, value in given.items():
         if not (math.isfinite(value) and value > 0):
             raise ValueError(f"{option} {value:g} must be a positive number")
+        if not _LEAST <= value <= _MOST:
+            raise ValueError(f"{option} {value:g} is no GPU's: it must be from {_LEAST:g} to {_MOST:g}")
     return Gpu("described", memory_gib, link_gb_per_s, tflops, "the command line")

@@ -151,11 +151,13 @@ def _divide(folder: Folder) -> tuple[list[tuple[TensorEntry, int]], list[TensorE
     """-> (tensors below `experts.E.` with their E, all other text tensors), in file order."""
     experts, dense = [], []
     for name, entry in folder.headers.entries.items():
+        if name.startswith(SKIPPED):
+            continue
         at = name.find(_EXPERTS)
         if at >= 0:
             number = name[at + len(_EXPERTS) :].partition(".")[0]
             experts.append((entry, int(number)))
-        elif not name.startswith(SKIPPED):
+        else:
             dense.append(entry)
     return experts, dense
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,7 +77,7 @@ def folder_of(model: str) -> Path:
     """The folder that --model names. Raises CheckpointError, which lists what else it may be."""
     from dwdp.executor.settings import NANO_MODEL, model_folder
 
-    if model != NANO_MODEL and not Path(model).is_dir():
+    if model != NANO_MODEL and not os.path.isdir(model):
         names = ", ".join([*KNOWN_MODELS, NANO_MODEL])
         raise CheckpointError(f"no such model: --model {model} is neither a folder with a config.json nor {names}")
     return model_folder(model)
