@@ -52,14 +52,6 @@ class Checkpoint:
             raw = out.detach().reshape(-1).view(torch.uint8)
             self._pread(entry.file, entry.offset, memoryview(raw.numpy()), f"tensor {entry.name}")
 
-    def read_elements(self, entry: TensorEntry, start: int, out: Tensor) -> None:
-        """Reads elements from `start` on of a tensor, flattened, into `out`: CPU memory, 1-d, of the tensor's dtype."""
-        if out.dtype != DTYPES[entry.dtype] or not 0 <= start * out.itemsize <= entry.nbytes - out.nbytes:
-            raise ValueError(f"{entry.name}: {out.numel()} elements of {out.dtype} from {start} are not in it")
-        if out.numel():
-            raw = memoryview(out.view(torch.uint8).numpy())
-            self._pread(entry.file, entry.offset + start * out.itemsize, raw, f"tensor {entry.name}")
-
     def read(self, entry: TensorEntry) -> Tensor:
         """One tensor in the checkpoint's dtype and shape, in fresh CPU memory."""
         out = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])

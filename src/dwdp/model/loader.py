@@ -322,7 +322,6 @@ def _fill(
     """Reads every place's tensor. device: where the weights are; None: where the model's are."""
     if device is None:
         device = next(model.parameters()).device
-    checkpoint.close()  # its last header's file; the reader opens its own
     landings = Landings(checkpoint.path, model, device, parts or {})
     passes = [one for one in landings.passes(places, checkpoint.entries) if one]
     total = sum(landing.file_range[1] for one in passes for landing in one)
