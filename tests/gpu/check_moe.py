@@ -73,12 +73,12 @@ class Run:
         name = torch.cuda.get_device_name() if self.shape.device == "cuda" else "interpreter"
         self.say(f"{name}, torch {torch.__version__}")
         self.step("compiling", self.compile)
-        for what, check in checks(self.shape):
+        for what, check in checks(self.shape, self.options.formats):
             self.step(what, lambda what=what, check=check: self.check(what, check))
             release()
         if not options.no_rates:
             timer = Timer(self.shape, 1 if options.cpu else 5)
-            for format in MEASURED:
+            for format in (one for one in MEASURED if one in options.formats):
                 self.step(f"rates of {format}", lambda format=format: self.rates(format, timer), reserve=5)
                 release()
             for kind in (moe_rates.projection_rows, moe_rates.small_rows):
@@ -93,8 +93,10 @@ class Run:
     def compile(self) -> None:
         """Ahead, several at once: kernels are compiled one after the other where they are first called."""
         jobs = []
-        for format in FORMATS:
-            pairs = moe_rates.pairs_of(format, swept=not (self.options.no_sweep or self.options.no_rates))
+        for format in self.options.formats:
+            pairs = moe_rates.pairs_of(
+                format, self.shape.device, swept=not (self.options.no_sweep or self.options.no_rates)
+            )
             if self.options.cpu:
                 pairs = pairs[:1]
             parts = 1 if self.options.cpu else min(len(pairs), 4)
@@ -181,6 +183,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=150, help="when to stop measuring; values come first")
     parser.add_argument("--no-sweep", action="store_true")
     parser.add_argument("--no-rates", action="store_true")
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS)
     parser.add_argument("--cpu", action="store_true", help="tiny sizes through Triton's interpreter")
     parser.add_argument("--out", help="a file for the rows as JSON")
     options = parser.parse_args(arguments)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dwdp.kernels import activation, formats, moe, product, rows
+from dwdp.kernels.packed import in_lanes
 from dwdp.model import quant
 from dwdp.model.norms import rms_normalise, situ, wide
 from tests.kernels.packs import FORMATS, decoded, every_nibble, packed, picks, routed_in_fp32, same_bits
@@ -78,10 +79,10 @@ def distance(got: Tensor, want: Tensor) -> tuple[float, float]:
 Check = tuple[str, Callable[[], tuple[bool, str]]]
 
 
-def checks(shape: Shape) -> Iterator[Check]:
+def checks(shape: Shape, formats: Sequence[str] = FORMATS) -> Iterator[Check]:
     """Name and check; a check gives whether it holds and the figures."""
     yield "decoding, every nibble and scale", lambda: decoding(shape)
-    for format in FORMATS:
+    for format in formats:
         yield f"routed experts, {format}", lambda format=format: values(format, shape)
     yield "fp8 projection", lambda: projection(shape)
     yield "router scores", lambda: router(shape)
@@ -105,7 +106,24 @@ def decoding(shape: Shape) -> tuple[bool, str]:
     stack, expanded, _ = packed("fp8", 1, 256, 128, device=shape.device)
     one = torch.eye(128, device=shape.device).bfloat16()  # its product is the matrix
     fp8 = torch.equal(product.linear(one, stack), expanded[0].T)  # a sum of -0 and 0 is 0
-    return mxfp4 and nvfp4 and fp8, f"same bits: mxfp4 {mxfp4}, nvfp4 {nvfp4}, fp8 {fp8}"
+    found = {"mxfp4": mxfp4, "nvfp4": nvfp4, "fp8": fp8}
+    if moe.lanes_on("mxfp4", shape.device):
+        found["mxfp4 in lanes"] = all(lanes(shape, tile) for row in moe.LANE_TILES for tile in row[1:])
+    return all(found.values()), "same bits: " + ", ".join(f"{name} {same}" for name, same in found.items())
+
+
+def lanes(shape: Shape, tile: product.Tile) -> bool:
+    """Whether products of one column each are that column, for every nibble and every scale that leaves it finite."""
+    nibbles = every_nibble(256).to(shape.device)
+    scale = (torch.arange(256)[:, None] + torch.tensor([0, 85, 170, 255])).remainder(252).to(torch.uint8)
+    scale = scale[None].to(shape.device)
+    stack = formats.weights("mxfp4", nibbles, scale)
+    experts = moe.Experts(stack, stack, 0, 1, BETA, LINEAR_BETA)
+    one = in_lanes(torch.eye(128, device=shape.device).bfloat16())
+    out = torch.full((128, 256), float("nan"), device=shape.device).bfloat16()
+    cuts = torch.tensor([[0, 128]], dtype=torch.int32, device=shape.device)
+    moe._product(one, None, out, stack, moe._works(cuts, 128, tile), 0, 0, experts, lanes=True)
+    return torch.equal(out, quant.dequantise_mxfp4(nibbles, scale, torch.bfloat16)[0].T)
 
 
 def values(format: str, shape: Shape) -> tuple[bool, str]:
@@ -117,7 +135,8 @@ def values(format: str, shape: Shape) -> tuple[bool, str]:
     experts = moe.Experts(w13, w2, 0, count, BETA, LINEAR_BETA)
     x, ids, weights = inputs(shape, shape.few_tokens, count)
     want = routed_in_fp32(x, ids, weights, wide13, wide2, act)
-    tiles = moe.TILES[format][-1][1:]
+    table = moe.tile_table(format, shape.device)
+    tiles = table[-1][1:]
     found, texts = True, []
     whole = moe.routed(x, ids, weights, experts, tiles=tiles)
     largest, mean = distance(whole, want)
@@ -136,7 +155,7 @@ def values(format: str, shape: Shape) -> tuple[bool, str]:
         bits["batch"] = torch.equal(moe.routed(x[some], ids[some], weights[some], experts, tiles=tiles), whole[some])
     found &= all(bits.values())
     texts.append("same bits: " + ", ".join(f"{name} {same}" for name, same in bits.items()))
-    others = [torch.equal(moe.routed(x, ids, weights, experts, tiles=row[1:]), whole) for row in moe.TILES[format]]
+    others = [torch.equal(moe.routed(x, ids, weights, experts, tiles=row[1:]), whole) for row in table]
     texts.append(f"other tiles {others}")
     some = (formats.weights(format, *(one[1:3].clone() for one in tensors)) for tensors in (t13, t2))
     part = moe.Experts(*some, 1, count, BETA, LINEAR_BETA)

@@ -42,14 +42,21 @@ PLAIN_SECOND = (
     (32, 128, 64, 4, 4, 2), (64, 128, 64, 4, 4, 2), (64, 256, 64, 8, 4, 1), (128, 128, 64, 4, 3, 2),
     (128, 128, 64, 8, 4, 1), (128, 256, 64, 8, 3, 1), (128, 256, 64, 8, 4, 1), (256, 128, 64, 8, 4, 1),
 )  # fmt: skip
-CANDIDATES = {"mxfp4": (PACKED_FIRST, PACKED_SECOND), "plain": (PLAIN_FIRST, PLAIN_SECOND)}
+_REST_16 = Tile(16, 128, 128, 8, 4, 2)
+_REST_32 = Tile(32, 128, 128, 8, 4, 2)
+LANES = (
+    _REST_16, Tile(16, 64, 128, 4, 4, 4), _REST_32,
+    Tile(64, 128, 128, 8, 3, 2), Tile(64, 128, 128, 8, 3, 2, _REST_16), Tile(64, 128, 128, 8, 3, 2, _REST_32),
+    Tile(128, 128, 128, 8, 4), Tile(128, 128, 128, 8, 4, 1, _REST_32), Tile(128, 128, 128, 8, 3, 1, _REST_32),
+)  # fmt: skip
+CANDIDATES = {"mxfp4": (LANES, LANES), "plain": (PLAIN_FIRST, PLAIN_SECOND)}
 
 
-def tile(numbers: Sequence[int]) -> Tile:
-    return Tile(*numbers)
+def tile(numbers: Sequence[int] | Tile) -> Tile:
+    return numbers if isinstance(numbers, Tile) else Tile(*numbers)
 
 
-def fitting(candidates: Sequence[Sequence[int]], average: float) -> list[Tile]:
+def fitting(candidates: Sequence[Sequence[int] | Tile], average: float) -> list[Tile]:
     """Those whose tokens are not far from the average of pairs an expert."""
     tiles = [tile(numbers) for numbers in candidates]
     return [one for one in tiles if average / 4 <= one.tokens <= max(32, 2 * average)]
@@ -143,7 +150,7 @@ def sweep(format: str, experts: moe.Experts, shape: Shape, tokens: int, timer: T
     quick = Timer.__new__(Timer)
     quick.__dict__ |= timer.__dict__ | {"repeats": 3 if timer.cuda else 1}
     average = ids.numel() / shape.experts
-    best = list(moe.tiles_of(experts, ids.numel()))
+    best = list(moe.tiles_of(experts, ids.numel(), x.device))
     tried: list[tuple[float, str]] = []
     for place, candidates in enumerate(CANDIDATES[format]):
         times = []
@@ -172,7 +179,8 @@ def sweep(format: str, experts: moe.Experts, shape: Shape, tokens: int, timer: T
 
 def short(one: Tile) -> str:
     text = f"Tile({one.tokens}, {one.rows}, {one.step}, warps={one.warps}, stages={one.stages}"
-    return text + (f", resident={one.resident})" if one.resident > 1 else ")")
+    text += f", resident={one.resident}" if one.resident > 1 else ""
+    return text + (f", rest={short(one.rest)})" if one.rest else ")")
 
 
 def projection_rows(shape: Shape, timer: Timer) -> list[Row]:
@@ -232,10 +240,10 @@ def warmed(format: str, shape: Shape, tiles: Sequence[tuple[Tile, Tile]]) -> int
     return len(tiles)
 
 
-def pairs_of(format: str, *, swept: bool) -> list[tuple[Tile, Tile]]:
+def pairs_of(format: str, device: str, *, swept: bool) -> list[tuple[Tile, Tile]]:
     """All tiles that a run of a format needs, two at a time."""
-    firsts = [row[1] for row in moe.TILES[format]]
-    seconds = [row[2] for row in moe.TILES[format]]
+    firsts = [row[1] for row in moe.tile_table(format, device)]
+    seconds = [row[2] for row in moe.tile_table(format, device)]
     if swept and format in CANDIDATES:
         firsts += [tile(numbers) for numbers in CANDIDATES[format][0]]
         seconds += [tile(numbers) for numbers in CANDIDATES[format][1]]

@@ -29,7 +29,8 @@ LOCAL_LIMIT = 160  # bytes a thread: of addresses and bounds; 144 is the most th
 class Case:
     """One kernel with types or constants of its arguments. Integers are multiples of 16 but those that say "odd".
 
-    local_limit: bytes of local memory a thread; products: whether it must use those of warp groups.
+    local_limit: bytes of local memory a thread; products: whether it must use those of warp groups; most_registers:
+    what the launch allows.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Case:
     resident: int = 1
     local_limit: int = LOCAL_LIMIT
     products: bool = False
+    most_registers: int | None = None
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ def grouped_cases() -> Iterator[Case]:
         for most, *tiles in table:
             for gated, tile in zip((True, False), tiles):
                 arguments = {"x": "*bf16", "out": "*bf16", "w": pointers[format]}
-                arguments |= dict.fromkeys(("tile_expert", "tile_ends", "borders"), "*i32")
+                arguments |= dict.fromkeys(("tile_expert", "tile_ends", "starts", "ends"), "*i32")
                 numbers = ("N", "K", "num_experts", "range_start", "x_stride", "w_stride", "scale_rows")
                 arguments |= dict.fromkeys(numbers, "i32")
                 arguments["scale_stride"] = "i32, odd"  # 28 or 24 words a row
@@ -86,6 +88,30 @@ def grouped_cases() -> Iterator[Case]:
                 )  # fmt: skip
                 name = f"{format} {'first' if gated else 'second'} up to {most if most < 1 << 60 else 'any'}"
                 yield Case(name, grouped_kernel, arguments, constants, tile.warps, tile.stages, tile.resident)
+
+
+def lanes_cases() -> Iterator[Case]:
+    """MXFP4 on Hopper, in Gluon."""
+    from dwdp.kernels.moe import LANE_TILES, registers
+    from dwdp.kernels.packed import WORD, grouped_mxfp4_kernel
+
+    large = [tile for _, *pair in LANE_TILES for tile in pair]
+    for tile in dict.fromkeys([*large, *(tile.rest for tile in large if tile.rest)]):
+        for gated in (True, False):
+            arguments = {"x": "*bf16", "out": "*bf16", "w": "*u8", "s": "*u8", "tokens": "*i32"}
+            arguments |= dict.fromkeys(("tile_expert", "tile_ends", "starts", "ends"), "*i32")
+            numbers = ("N", "K", "num_experts", "range_start", "x_stride", "w_stride", "scale_stride")
+            arguments |= dict.fromkeys(numbers, "i32")
+            constants = dict(GATED=gated, LANES=gated, BETA=4.0, LINEAR_BETA=25.0, WORD=WORD)
+            constants |= dict(TOKENS=tile.tokens, ROWS=tile.rows, STAGES=tile.stages)
+            if not gated:
+                del arguments["tokens"]
+                constants["tokens"] = None
+            name = f"lanes {'first' if gated else 'second'} of {tile.tokens}"
+            yield Case(
+                name, grouped_mxfp4_kernel, arguments, constants, tile.warps, tile.stages, tile.resident,
+                products=True, most_registers=registers(tile), local_limit=320,  # 40 bytes with Triton 3.6
+            )  # fmt: skip
 
 
 def other_cases() -> Iterator[Case]:
@@ -173,13 +199,15 @@ def build(case: Case) -> Built:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     order = {name: i for i, name in enumerate(case.kernel.arg_names)}
     signature = {name: case.arguments.get(name, "constexpr").removesuffix(", odd") for name in order}
     multiples = [name for name, kind in case.arguments.items() if kind[0] == "*" or kind in ("i32", "i64")]
     aligned = {(order[name],): [["tt.divisibility", 16]] for name in multiples}
-    source = ASTSource(case.kernel, signature, constexprs=case.constants, attrs=aligned)
-    options = dict(num_warps=case.warps, num_stages=case.stages)
+    kind = GluonASTSource if case.kernel.is_gluon() else ASTSource
+    source = kind(case.kernel, signature, constexprs=case.constants, attrs=aligned)
+    options = dict(num_warps=case.warps, num_stages=case.stages, maxnreg=case.most_registers)
     found = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     registers, local = _usage(found.asm["cubin"])
     return Built(found.metadata.shared, registers, local, found.asm["ptx"], found.asm["ttgir"])
@@ -219,7 +247,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", action="append", help="a case by its name; may be given again")
     options = parser.parse_args(arguments)
     wrong = 0
-    for case in [*grouped_cases(), *other_cases(), *attention_cases()]:
+    for case in [*grouped_cases(), *lanes_cases(), *other_cases(), *attention_cases()]:
         if options.only and case.name not in options.only:
             continue
         built = build(case)

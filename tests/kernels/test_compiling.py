@@ -11,8 +11,9 @@ import pytest
 pytest.importorskip("triton")
 
 ONE_OF_EACH = (
-    "mxfp4 first up to any", "nvfp4 second up to 24", "fp8 linear up to any", "sum of a token", "rms norm",
-    "residual mix of 9", "activation", "prefill", "decode", "parts of decode", "short convolution", "norm and gate",
+    "mxfp4 first up to any", "lanes first of 64", "nvfp4 second up to 24", "fp8 linear up to any", "sum of a token",
+    "rms norm", "residual mix of 9", "activation", "prefill", "decode", "parts of decode",
+    "short convolution", "norm and gate",
 )  # fmt: skip
 
 

@@ -160,3 +160,38 @@ def test_a_block_runs_its_experts_norms_and_activations_as_kernels(expert_format
     got = block(x)
     assert called == [1]
     torch.testing.assert_close(got, want, atol=2**-6 * want.abs().max().item(), rtol=0)
+
+
+@pytest.mark.parametrize("rest", [None, Tile(16, 128, 128, 4, 2)])
+def test_tiles_cover_every_pair_of_every_range_once(rest):
+    """Mutated once: large tiles for what is left up to three small ones leave pairs out."""
+    draw = torch.Generator().manual_seed(0)
+    counts = torch.randint(0, 300, (3, 40), generator=draw, dtype=torch.int32)
+    counts[0, :5] = torch.tensor([0, 1, 32, 33, 64])
+    cuts = torch.nn.functional.pad(counts.cumsum(1, dtype=torch.int32), (1, 0))
+    size = int(cuts[:, -1].max())
+    works = moe._works(cuts, size, Tile(64, 128, 128, 4, 2, rest=rest))
+    for number in range(3):
+        seen = torch.zeros(size, dtype=torch.int32)
+        for work in works:
+            total = int(work.tile_ends[number, -1])
+            assert total <= work.most
+            for place in range(total):
+                expert = int(work.tile_expert[number, place])
+                inside = place - int(work.tile_ends[number, expert])
+                first = int(work.starts[number, expert]) + inside * work.tile.tokens
+                last = min(first + work.tile.tokens, int(work.ends[number, expert]))
+                assert cuts[number, expert] <= first < last <= cuts[number, expert + 1]
+                seen[first:last] += 1
+        assert bool((seen[: cuts[number, -1]] == 1).all()) and not seen[cuts[number, -1] :].any()
+
+
+def test_small_tiles_behind_large_ones_change_nothing_but_rounding():
+    experts, _, _ = layer("plain")
+    x = tokens(40)
+    ids, weights = picks(40, EXPERTS, TOP_K)
+    tile = Tile(32, 64, 64, 4, 2)
+    want = moe.routed(x, ids, weights, experts, tiles=(tile, tile))
+    mixed = Tile(32, 64, 64, 4, 2, rest=Tile(16, 64, 64, 4, 2))
+    got = moe.routed(x, ids, weights, experts, tiles=(mixed, mixed))
+    assert torch.allclose(got, want, rtol=2**-7, atol=2**-9 * float(want.abs().max()))

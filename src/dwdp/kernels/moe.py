@@ -21,6 +21,7 @@ from torch import Tensor
 from dwdp.kernels.activation import gated
 from dwdp.kernels.formats import PACKED, Weights, in_halves, in_halves_row, rounded
 from dwdp.kernels.lang import tl, triton
+from dwdp.kernels.packed import WORD, grouped_mxfp4_kernel, in_lanes
 from dwdp.kernels.product import Tile, products
 from dwdp.runtime.sm_reserve import reserved_sms
 
@@ -56,6 +57,18 @@ TILES: dict[str, tuple[tuple[int, Tile, Tile], ...]] = {
         (1 << 62, Tile(128, 128, 64, warps=8, stages=4), Tile(128, 256, 64, warps=8, stages=4)),
     ),
 }
+# Of the kernel for Hopper in `packed.py`, whose second product has twice `rows`; a step is 128 columns. What is left of
+# an expert's pairs behind its large tiles goes to small ones: a tile's rest is computed in vain.
+_LANES_16 = Tile(16, 128, 128, warps=8, stages=4, resident=2)
+_LANES_32 = Tile(32, 128, 128, warps=8, stages=4, resident=2)
+_LANES_64 = Tile(64, 128, 128, warps=8, stages=3, resident=2, rest=_LANES_16)
+_LANES_128 = Tile(128, 128, 128, warps=8, stages=4, rest=_LANES_32)
+LANE_TILES: tuple[tuple[int, Tile, Tile], ...] = (
+    (12, _LANES_16, _LANES_16),
+    (48, _LANES_32, _LANES_32),
+    (96, _LANES_64, _LANES_64),
+    (1 << 62, _LANES_128, _LANES_128),
+)
 
 
 @dataclass(frozen=True)
@@ -77,7 +90,7 @@ class Experts:
 
 @triton.jit
 def grouped_kernel(
-    x, tokens, out, tile_expert, tile_ends, borders, w, s, f,
+    x, tokens, out, tile_expert, tile_ends, starts, ends, w, s, f,
     N, K, num_experts, range_start, x_stride, w_stride, scale_rows, scale_stride,
     FORMAT: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr, HOST: tl.constexpr, HALVES: tl.constexpr,
     BETA: tl.constexpr, LINEAR_BETA: tl.constexpr,
@@ -88,7 +101,7 @@ def grouped_kernel(
     GATED: x is [tokens, K], a pair's row is tokens[pair], the weights have 2N rows and out [pairs of the range, N] gets
     the activation of both halves, its columns in halves with HALVES. Otherwise x is [pairs of the range, K], the
     weights have N rows and out is their product.
-    borders: pairs where experts begin, cut to the range [num_experts + 1]; tile_ends: tiles of experts before each
+    starts, ends: of each expert's pairs that these tiles take [num_experts]; tile_ends: tiles of experts before each
     [num_experts + 1]; tile_expert: the expert of each tile. Rows of weights lie w_stride apart (a number of its own:
     half of K is not known to be a multiple of 16, and loads would be half as wide). Scales lie scale_stride apart for a
     row (fp8: for 128 rows) and scale_rows rows for an expert.
@@ -101,8 +114,8 @@ def grouped_kernel(
         before = tl.load(tile_ends + expert)
         height = tl.load(tile_ends + expert + 1) - before
         inside = number - before * tiles_n
-        start = tl.load(borders + expert)
-        end = tl.load(borders + expert + 1)
+        start = tl.load(starts + expert)
+        end = tl.load(ends + expert)
         pair = start + (inside % height) * BLOCK_M + tl.arange(0, BLOCK_M)
         position = (inside // height) * BLOCK_N + tl.arange(0, BLOCK_N)
         real = pair < end
@@ -161,17 +174,22 @@ def sum_kernel(
     inside = column < width
     start = tl.load(borders)
     end = tl.load(borders + num_experts)
-    if FIRST:
-        value = tl.zeros((BLOCK,), dtype=tl.float32)
-    else:
-        value = tl.load(total + token * width + column, mask=inside, other=0.0)
+    some = FIRST
     for j in tl.static_range(TOP_K):
-        place = tl.load(places + token * TOP_K + j) + tl.zeros((BLOCK,), dtype=tl.int32)
-        here = (place >= start) & (place < end)
-        row = out + (place - range_start).to(tl.int64) * width
-        one = tl.load(row + column, mask=inside & here, other=0.0).to(tl.float32)
-        value = tl.where(here, value + one * tl.load(weights + token * TOP_K + j), value)
-    tl.store(total + token * width + column, value, mask=inside)
+        one_place = tl.load(places + token * TOP_K + j)
+        some |= (one_place >= start) & (one_place < end)
+    if some:
+        if FIRST:
+            value = tl.zeros((BLOCK,), dtype=tl.float32)
+        else:
+            value = tl.load(total + token * width + column, mask=inside, other=0.0)
+        for j in tl.static_range(TOP_K):
+            place = tl.load(places + token * TOP_K + j) + tl.zeros((BLOCK,), dtype=tl.int32)
+            here = (place >= start) & (place < end)
+            row = out + (place - range_start).to(tl.int64) * width
+            one = tl.load(row + column, mask=inside & here, other=0.0).to(tl.float32)
+            value = tl.where(here, value + one * tl.load(weights + token * TOP_K + j), value)
+        tl.store(total + token * width + column, value, mask=inside)
 
 
 def routed(
@@ -189,7 +207,10 @@ def routed(
 def _add(total: Tensor, x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, tiles: tuple[Tile, Tile] | None):
     tokens, top_k = ids.shape
     pairs, inter = tokens * top_k, experts.w2.columns
-    if experts.w13.format in PACKED:
+    lanes = lanes_on(experts.w13.format, x.device)
+    if lanes:
+        x = in_lanes(x)
+    elif experts.w13.format in PACKED:
         x = in_halves(x)
     elif x.stride(1) != 1 or x.stride(0) % 8:
         x = x.contiguous()
@@ -200,49 +221,101 @@ def _add(total: Tensor, x: Tensor, ids: Tensor, weights: Tensor, experts: Expert
     places[order] = torch.arange(pairs, dtype=torch.int32, device=x.device)
     numbers = torch.arange(experts.first, experts.first + experts.count + 1, dtype=torch.int32, device=x.device)
     borders = torch.searchsorted(keys, numbers).to(torch.int32)
-    first, second = tiles or tiles_of(experts, pairs)
+    first, second = tiles or tiles_of(experts, pairs, x.device)
     weights = weights.to(torch.float32).contiguous()
     size = range_pairs(pairs, tokens, experts)
     hidden = torch.empty((min(size, pairs), inter), dtype=x.dtype, device=x.device)
     out = torch.empty((min(size, pairs), x.shape[1]), dtype=x.dtype, device=x.device)
+    edges = torch.arange(0, pairs, size, dtype=torch.int32, device=x.device)[:, None]
+    cuts = torch.minimum(borders.clamp(min=edges), edges + size)  # of every range [ranges, experts + 1]
+    works = [_works(cuts, size, tile) for tile in (first, second)]
     for number, start in enumerate(range(0, pairs, size)):
-        end = min(start + size, pairs)
-        cut = borders.clamp(start, end)
-        _product(x, token_of, hidden, experts.w13, cut, start, end, first, experts)
-        _product(hidden, None, out, experts.w2, cut, start, end, second, experts)
+        _product(x, token_of, hidden, experts.w13, works[0], number, start, experts, lanes)
+        _product(hidden, None, out, experts.w2, works[1], number, start, experts, lanes)
         grid = (tokens, triton.cdiv(x.shape[1], _SUM_COLUMNS))
         sum_kernel[grid](
-            out, places, weights, cut, total, x.shape[1], experts.count, start,
+            out, places, weights, cuts[number], total, x.shape[1], experts.count, start,
             FIRST=number == 0, TOP_K=top_k, BLOCK=_SUM_COLUMNS, num_warps=4,
         )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Work:
+    """Tiles of one kind for every range: see `grouped_kernel`; most: tiles that there can be in a range."""
+
+    tile: Tile
+    starts: Tensor
+    ends: Tensor
+    tile_ends: Tensor
+    tile_expert: Tensor
+    most: int
+
+
+def _works(cuts: Tensor, size: int, tile: Tile) -> list[Work]:
+    """The tiles of one product; cuts: where experts begin in each range [ranges, experts + 1]. Nothing waits for the
+    GPU: how many tiles there are is known there alone, so that tables are as long as there can be."""
+    starts, ends = cuts[:, :-1], cuts[:, 1:]
+    counts, experts = ends - starts, cuts.shape[1] - 1
+    if tile.rest is None:
+        heights = (counts + (tile.tokens - 1)) // tile.tokens
+        return [_work(tile, starts, ends, heights, size // tile.tokens + min(experts, size))]
+    # Up to two of the small tiles take what is left behind the large ones.
+    rest, most_left = tile.rest, 2 * tile.rest.tokens
+    heights = (counts + (tile.tokens - 1 - most_left)) // tile.tokens
+    middles = torch.minimum(starts + heights * tile.tokens, ends)
+    small = (ends - middles + (rest.tokens - 1)) // rest.tokens
+    return [
+        _work(tile, starts, middles, heights, size // (most_left + 1)),
+        _work(rest, middles, ends, small, min(2 * experts, size)),
+    ]
+
+
+def _work(tile: Tile, starts: Tensor, ends: Tensor, heights: Tensor, most: int) -> Work:
+    ranges, experts = starts.shape
+    tile_ends = torch.zeros((ranges, experts + 1), dtype=torch.int32, device=starts.device)
+    torch.cumsum(heights, 1, dtype=torch.int32, out=tile_ends[:, 1:])
+    most = max(most, 1)
+    numbers = torch.arange(most, dtype=torch.int32, device=starts.device).expand(ranges, most)
+    found = torch.searchsorted(tile_ends[:, 1:].contiguous(), numbers.contiguous(), right=True, out_int32=True)
+    return Work(tile, starts.contiguous(), ends.contiguous(), tile_ends, found, most)
+
+
 def _product(
-    x: Tensor, token_of: Tensor | None, out: Tensor, weights: Weights, borders: Tensor, start: int, end: int,
-    tile: Tile, experts: Experts,
+    x: Tensor, token_of: Tensor | None, out: Tensor, weights: Weights, works: list[Work], number: int, start: int,
+    experts: Experts, lanes: bool,
 ) -> None:  # fmt: skip
-    """One of the two products of the pairs [start, end); the first when token_of is given. Nothing waits for the GPU:
-    how many tiles there are is known there alone, so the table is as long as there can be."""
+    """One of the two products of the pairs [start ..) of a range; the first when token_of is given."""
     gated_product = token_of is not None
-    tiles = (borders[1:] - borders[:-1] + (tile.tokens - 1)) // tile.tokens
-    tile_ends = torch.zeros(experts.count + 1, dtype=torch.int32, device=x.device)
-    torch.cumsum(tiles, 0, dtype=torch.int32, out=tile_ends[1:])
-    most = (end - start) // tile.tokens + min(experts.count, end - start)
-    numbers = torch.arange(most, dtype=torch.int32, device=x.device)
-    tile_expert = torch.searchsorted(tile_ends[1:], numbers, right=True, out_int32=True)
-    rows = out.shape[1]
-    words = weights.words
-    grid = (min(most * triton.cdiv(rows, tile.rows), programs(x.device, tile)),)
-    grouped_kernel[grid](
-        x, token_of, out, tile_expert, tile_ends, borders, weights.values, words, weights.factors,
-        rows, weights.columns, experts.count, start, x.stride(0), weights.values.shape[2],
-        0 if words is None else words.shape[1], 0 if words is None else words.shape[2],
-        FORMAT=weights.format, GATED=gated_product, EVEN=weights.columns % tile.step == 0, HOST=not x.is_cuda,
-        HALVES=gated_product and experts.w2.format in PACKED,
-        BETA=experts.beta, LINEAR_BETA=experts.linear_beta,
-        BLOCK_M=tile.tokens, BLOCK_N=tile.rows, BLOCK_K=tile.step,
-        num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
+    rows, words = out.shape[1], weights.words
+    for work in works:
+        tile = work.tile
+        tables = (work.tile_expert[number], work.tile_ends[number], work.starts[number], work.ends[number])
+        tile_rows = 2 * tile.rows if lanes and not gated_product else tile.rows
+        grid = (min(work.most * triton.cdiv(rows, tile_rows), programs(x.device, tile)),)
+        if lanes:
+            grouped_mxfp4_kernel[grid](
+                x, token_of, out, *tables, weights.values, words.view(torch.uint8),
+                rows, weights.columns, experts.count, start, x.stride(0), weights.values.shape[2], words.shape[2] * 4,
+                GATED=gated_product, LANES=gated_product, BETA=experts.beta, LINEAR_BETA=experts.linear_beta,
+                TOKENS=tile.tokens, ROWS=tile.rows, STAGES=tile.stages, WORD=WORD,
+                num_warps=tile.warps, maxnreg=registers(tile),
+            )  # fmt: skip
+            continue
+        grouped_kernel[grid](
+            x, token_of, out, *tables, weights.values, words, weights.factors,
+            rows, weights.columns, experts.count, start, x.stride(0), weights.values.shape[2],
+            0 if words is None else words.shape[1], 0 if words is None else words.shape[2],
+            FORMAT=weights.format, GATED=gated_product, EVEN=weights.columns % tile.step == 0, HOST=not x.is_cuda,
+            HALVES=gated_product and experts.w2.format in PACKED,
+            BETA=experts.beta, LINEAR_BETA=experts.linear_beta,
+            BLOCK_M=tile.tokens, BLOCK_N=tile.rows, BLOCK_K=tile.step,
+            num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+
+
+def registers(tile: Tile) -> int:
+    """Most registers of a thread with which an SM holds as many programs as the tile says."""
+    return min(255, 65536 // (32 * tile.warps * tile.resident) // 8 * 8)
 
 
 def programs(device: torch.device, tile: Tile) -> int:
@@ -252,9 +325,20 @@ def programs(device: torch.device, tile: Tile) -> int:
     return max(1, torch.cuda.get_device_properties(device).multi_processor_count - reserved_sms()) * tile.resident
 
 
-def tiles_of(experts: Experts, pairs: int) -> tuple[Tile, Tile]:
+def lanes_on(format: str, device: torch.device | str) -> bool:
+    """Whether the kernel of `packed.py` computes: MXFP4 on Hopper."""
+    device = torch.device(device)
+    return format == "mxfp4" and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def tile_table(format: str, device: torch.device | str) -> tuple[tuple[int, Tile, Tile], ...]:
+    """See [Note: tiles]."""
+    return LANE_TILES if lanes_on(format, device) else TILES[format]
+
+
+def tiles_of(experts: Experts, pairs: int, device: torch.device) -> tuple[Tile, Tile]:
     """By how many pairs an expert of the layer gets on average, wherever experts lie."""
-    table = TILES[experts.w13.format]
+    table = tile_table(experts.w13.format, device)
     return next((first, second) for most, first, second in table if pairs <= most * experts.total)
 
 

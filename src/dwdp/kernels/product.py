@@ -20,7 +20,8 @@ from dwdp.kernels.lang import tl, triton
 @dataclass(frozen=True)
 class Tile:
     """tokens, rows: of a tile (rows of the weights; of each half where there are two). step: columns a step.
-    stages: steps that are under way at once. resident: programs that one SM holds."""
+    stages: steps that are under way at once. resident: programs that one SM holds. rest: the tile of what is left of an
+    expert's pairs, up to twice its tokens, where not this one."""
 
     tokens: int
     rows: int
@@ -28,6 +29,7 @@ class Tile:
     warps: int
     stages: int
     resident: int = 1
+    rest: Tile | None = None
 
 
 # Of one matrix, by the largest number of tokens: (tokens, tile). See [Note: tiles].
