@@ -114,12 +114,12 @@ class Site:
 
     def kda(self) -> KimiDeltaAttention:
         block = KimiDeltaAttention(self.config, dtype=self.dtype, device=self.device)
-        return self._filled(block)
+        return self.filled(block)
 
     def mla(self) -> LatentAttention:
-        return self._filled(LatentAttention(self.config, dtype=self.dtype, device=self.device))
+        return self.filled(LatentAttention(self.config, dtype=self.dtype, device=self.device))
 
-    def _filled(self, block: Any) -> Any:
+    def filled(self, block: Any) -> Any:
         """Weights of variance 1 / inputs; gates that forget slowly, so that a wrong state shows."""
         for name, parameter in block.requires_grad_(False).named_parameters():
             if name == "A_log":
