@@ -150,8 +150,9 @@ class LLM:
         return torch.frombuffer(bytearray(frames[0]), dtype=torch.float32).view(answer.shape)
 
     def report(self) -> list[dict[str, Any]]:
-        """By rank: {rank, pid, ledger, memory, counters}; the ledger is in bytes and static after setup, memory is
-        what the rank holds now (bytes: `domain_bytes`, `torch_bytes`, `total_bytes`)."""
+        """By rank: {rank, pid, kernels, ledger, memory, counters}; the ledger is in bytes and static after setup,
+        memory is what the rank holds now (bytes: `domain_bytes`, `torch_bytes`, `total_bytes`), kernels the form in
+        which the model computes: torch or triton."""
         with self._lock:
             answers = self._to_all(messages.Report)
         return [answers[rank][0].report for rank in range(self._launch.ranks)]

@@ -24,6 +24,7 @@ from tests.config.observing import (
     beside_a_gather,
     failure,
     form_on_the_host,
+    forwards_of_three_prompts,
     handles,
     kept,
     ledger,
@@ -245,6 +246,10 @@ SERVE = [
     Observable(
         "max_seq_len", "refusal of a prompt of 30 tokens", UNSET, 30, longest,
         refused_with("30 tokens + max_tokens 1", "max_seq_len 30"),
+    ),
+    Observable(
+        "max_batch_size", "forwards for three prompts and two tokens each", UNSET, 2, forwards_of_three_prompts,
+        becomes(3 + 1, 3 + 2), others=LOCAL,
     ),
     Observable(
         "dwdp", "ranges of one rank", UNSET, {}, ranges, becomes(None, [[0, 7]]), others=LOCAL,

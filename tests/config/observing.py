@@ -15,7 +15,8 @@ import torch.distributed as dist
 from dwdp import SamplingParams, env
 from dwdp.config.schema import DenseConfig, DwdpConfig
 from dwdp.errors import ConfigError, DwdpError, GroupError
-from dwdp.executor.create import join_info
+from dwdp.executor.create import build_rank, join_info
+from dwdp.executor.messages import WorkItem
 from dwdp.executor.prompts import prepare
 from dwdp.group.backends import StoreGroup
 from dwdp.group.threads import run_rank_threads
@@ -164,6 +165,14 @@ def longest(asked: Asked) -> str | None:
     except ValueError as error:
         return str(error)
     return None
+
+
+def forwards_of_three_prompts(asked: Asked) -> int:
+    """Of one rank that completes them."""
+    items = [WorkItem(i, [5 + i], SamplingParams(max_tokens=2, ignore_eos=True)) for i in range(3)]
+    with build_rank(asked.launch.settings) as rank:
+        rank.generate(items)
+        return rank.loop.forwards
 
 
 PLACE = {"DWDP_RANK": "1", "DWDP_MASTER_ADDR": "a", "DWDP_MASTER_PORT": "1234"}

@@ -27,6 +27,12 @@ def tiny(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def packed(tmp_path_factory):
+    """As `larger`, with MXFP4 experts."""
+    return write_random(tmp_path_factory.mktemp("m") / "packed", expert_format="mxfp4", **LARGER)
+
+
+@pytest.fixture(scope="module")
 def larger(tmp_path_factory):
     """Tables of many pages: 48 MiB of experts a layer."""
     return write_random(tmp_path_factory.mktemp("m") / "larger", **LARGER)
@@ -107,6 +113,24 @@ def test_attached_is_bitwise_equal_to_replicated_with_every_transfer(name, ranks
         ledger = found[0]["per_slice"]["ledger"]
         assert ledger["ring_bytes"] > 0 and ledger["freed_bytes"] > ledger["moved_bytes"] // 3, ledger
     logger.info("%s", json.dumps(found[0]["batched"]))
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize(("name", "ranks"), [("nano-k3", 2), ("nano-k3", 4), ("packed", 2)])
+def test_attached_with_kernels_is_bitwise_equal_to_replicated_with_every_transfer(name, ranks, packed, monkeypatch):
+    """Kernels must take the same tiles and the same form wherever weights lie. Rank processes inherit the switch."""
+    monkeypatch.setenv("DWDP_KERNELS", "triton")
+    found = run(scenarios.attached, ranks, NANO if name == "nano-k3" else packed, seconds=250)
+    forms = {report["kernels"] for reports in found.values() for report in reports.values()}
+    assert forms == {"triton"} and found[0]["batched"]["ledger"]["dense_moved_bytes"] > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(280)
+def test_standalone_with_kernels_is_bitwise_equal_to_the_instance_without_it(monkeypatch):
+    monkeypatch.setenv("DWDP_KERNELS", "triton")
+    run(scenarios.standalone, 2, NANO, seconds=250)
 
 
 @pytest.mark.gpu

@@ -83,6 +83,25 @@ _TINY_48B: dict[str, Any] = {
     },
 }
 
+# Changes that give the tiny K3 widths which every kernel takes: those of packed experts are multiples of 128.
+WIDER: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 128,
+    "routed_expert_hidden_size": 128,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "linear_attn_config": {"head_dim": 64},
+}
+TWO_LAYERS: dict[str, Any] = {
+    **WIDER,
+    "num_hidden_layers": 2,
+    "linear_attn_config": {"head_dim": 64, "kda_layers": [1], "full_attn_layers": [2]},
+}
+
 
 def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     merged = copy.deepcopy(base)

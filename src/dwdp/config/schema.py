@@ -194,7 +194,7 @@ Dtype = Annotated[
 
 # Keys that users of a serving engine expect, and that are refused by name until they do something.
 _LATER_FIELDS = frozenset(
-    "max_num_tokens max_batch_size page_size kv_tokens kv_bytes kv_fraction kv_dtype prefix_reuse "
+    "max_num_tokens page_size kv_tokens kv_bytes kv_fraction kv_dtype prefix_reuse "
     "state_checkpoint_bytes speculative sleep cuda_graphs torch_compile lora pp_size cp_size host port "
     "admin_port served_model_name max_queue request_timeout_s api_keys transfer admission_wait_ms".split()
 )
@@ -213,6 +213,9 @@ class ServeConfig(Section):
     keep_fp8: bool = Field(False, description="FP8 projections stay FP8 in memory; else they are loaded as dtype.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where the model runs.")
     max_seq_len: Positive | None = Field(None, description="Most tokens of a sequence; unset: the model's.")
+    max_batch_size: _whole(1, 1 << 16) = Field(
+        32, description="Most sequences of a rank that decode together, in a static batch."
+    )
     dwdp: DwdpConfig | None = Field(None, description="Expert DWDP; unset: balanced over the ranks.")
     dense_dwdp: DenseConfig | None = Field(None, description="Dense DWDP.")
 

@@ -112,9 +112,10 @@ class RankExecutor:
             self.model.unusable = DwdpError(reason)
 
     def report(self) -> dict:
-        """{rank, pid, ledger, memory, counters} with ledger and memory in bytes, the ledger zeros where DWDP is off.
+        """{rank, pid, kernels, ledger, memory, counters}; ledger and memory in bytes, zeros in the ledger without DWDP.
 
-        memory: what the rank holds now, see `held_bytes`; the ledger does not change after set-up.
+        kernels: the form in which the model computes, `torch` or `triton`, None without a model. memory: what the rank
+        holds now, see `held_bytes`; the ledger does not change after set-up.
         """
         report = empty_report(self.rank)
         if self.manager is not None:
@@ -124,9 +125,11 @@ class RankExecutor:
             report["counters"]["forwards"] = self.loop.forwards
         if self.model is not None:
             from dwdp.executor.memory import held_bytes
+            from dwdp.kernels.select import kernels_for
             from dwdp.runtime.setup_experts import outside_bytes
 
             model_nbytes = outside_bytes(self.model, self.domain)
+            report["kernels"] = kernels_for(self.model.lm_head.weight.device)
             report["ledger"]["replicated_bytes"] = model_nbytes
             report["memory"] = held_bytes(self.domain, self.model.lm_head.weight.device, model_nbytes)
         return report
@@ -199,7 +202,10 @@ def empty_report(rank: int) -> dict:
 
     ledger = dict.fromkeys(LEDGER_KEYS, 0)
     memory = dict.fromkeys(("domain_bytes", "torch_bytes", "total_bytes"), 0)
-    return {"rank": rank, "pid": os.getpid(), "ledger": ledger, "memory": memory, "counters": Counters().as_dict()}
+    counters = Counters().as_dict()
+    return {
+        "rank": rank, "pid": os.getpid(), "kernels": None, "ledger": ledger, "memory": memory, "counters": counters
+    }  # fmt: skip
 
 
 def launched_group(settings: RankSettings, rank: int, epoch: int):
@@ -317,6 +323,7 @@ def _build(settings, group, rank, progress, copy_bytes_per_second, trace, stages
     vocabulary = {
         "eos_ids": eos_token_ids(settings.model, model.config.vocab_size),
         "decode": _decoder(settings.model, model.config.vocab_size),
+        "max_batch_size": settings.max_batch_size,
     }
     if exchange is None:
         loop = SimpleLoop(model, manager, **vocabulary)

@@ -17,8 +17,6 @@ from dwdp.executor.messages import WorkItem, WorkResult
 from dwdp.executor.request import Logprob
 from dwdp.executor.sampler import RequestSampler
 
-MAX_BATCH_SIZE = 32
-
 
 class ForwardOwner(Protocol):
     """What every loop needs of a `DwdpManager` or a `StandaloneDenseManager`."""
@@ -42,7 +40,7 @@ class SimpleLoop:
         *,
         eos_ids: Sequence[int] = (),
         decode: Callable[[list[int]], str] | None = None,
-        max_batch_size: int = MAX_BATCH_SIZE,
+        max_batch_size: int = 32,
     ) -> None:
         self.model, self.manager, self.decode = model, manager, decode
         self.eos_ids = frozenset(eos_ids)

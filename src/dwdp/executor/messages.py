@@ -17,13 +17,13 @@ from dwdp.executor.request import Logprob, SamplingParams
 class RankSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that a rank builds itself from, decided by the front end and the same on every rank.
 
-    dwdp, dense_dwdp: the config sections as plain documents, dwdp None without expert DWDP. attention_dp: the
-    ranks step together and divide the experts. dense_gather_kernel: of standalone copies by gather. cores: compute
-    threads are max(1, cores // ranks). store_host, store_port: where the group's TCPStore listens; port 0 for runs
-    without a group. allow_shared_device: several ranks may be on one GPU.
-    dense_sm_reserve: SMs that a standalone launch keeps free. keep_fp8: projections of a checkpoint stay FP8.
-    weights: the folder that a weight update has put in the place of `model`'s tensors. trace: the device keeps what it
-    is given to do, with times.
+    dwdp, dense_dwdp: the config sections as plain documents, dwdp None without expert DWDP. attention_dp: the ranks
+    step together and divide the experts. max_batch_size: sequences that decode together. dense_gather_kernel: of
+    standalone copies by gather. cores: compute threads are max(1, cores // ranks). store_host, store_port: where the
+    group's TCPStore listens; port 0 for runs without a group. allow_shared_device: several ranks may be on one GPU.
+    dense_sm_reserve: SMs that a standalone launch keeps free. keep_fp8: projections of a checkpoint stay FP8. weights:
+    the folder that a weight update has put in the place of `model`'s tensors. trace: the device keeps what it is given
+    to do, with times.
     """
 
     model: str
@@ -31,6 +31,7 @@ class RankSettings(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     device: str
     max_seq_len: int
+    max_batch_size: int = 32
     dwdp: dict | None = None
     dense_dwdp: dict | None = None
     attention_dp: bool = False

@@ -161,6 +161,7 @@ def resolve(
         keep_fp8=config.keep_fp8,
         device=config.device,
         max_seq_len=_max_seq_len(config.max_seq_len, model_config.max_position_embeddings),
+        max_batch_size=config.max_batch_size,
         dwdp=None if config.dwdp is None else config.dwdp.model_dump(mode="json"),
         dense_dwdp=config.dense_dwdp.model_dump(mode="json") if mode != "off" else None,
         attention_dp=config.attention_dp,
