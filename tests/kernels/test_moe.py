@@ -162,7 +162,7 @@ def test_a_block_runs_its_experts_norms_and_activations_as_kernels(expert_format
     torch.testing.assert_close(got, want, atol=2**-6 * want.abs().max().item(), rtol=0)
 
 
-@pytest.mark.parametrize("rest", [None, Tile(16, 128, 128, 4, 2)])
+@pytest.mark.parametrize("rest", [None, Tile(16, 128, 128, 4, 2), Tile(32, 128, 128, 4, 2)])
 def test_tiles_cover_every_pair_of_every_range_once(rest):
     """Mutated once: large tiles for what is left up to three small ones leave pairs out."""
     draw = torch.Generator().manual_seed(0)

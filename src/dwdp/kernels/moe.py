@@ -13,7 +13,7 @@ atomic operation adds anything. So a forward gives the same bits with DWDP on an
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -61,13 +61,13 @@ TILES: dict[str, tuple[tuple[int, Tile, Tile], ...]] = {
 # an expert's pairs behind its large tiles goes to small ones: a tile's rest is computed in vain.
 _LANES_16 = Tile(16, 128, 128, warps=8, stages=4, resident=2)
 _LANES_32 = Tile(32, 128, 128, warps=8, stages=4, resident=2)
-_LANES_64 = Tile(64, 128, 128, warps=8, stages=3, resident=2, rest=_LANES_16)
-_LANES_128 = Tile(128, 128, 128, warps=8, stages=4, rest=_LANES_32)
+_LANES_64 = Tile(64, 128, 128, warps=8, stages=3, resident=2)
 LANE_TILES: tuple[tuple[int, Tile, Tile], ...] = (
     (12, _LANES_16, _LANES_16),
-    (48, _LANES_32, _LANES_32),
-    (96, _LANES_64, _LANES_64),
-    (1 << 62, _LANES_128, _LANES_128),
+    (24, _LANES_32, _LANES_32),
+    (50, _LANES_64, _LANES_64),
+    (96, replace(_LANES_64, rest=_LANES_16), replace(_LANES_64, rest=_LANES_16)),
+    (1 << 62, *2 * (Tile(128, 128, 128, warps=8, stages=4, rest=_LANES_32),)),
 )
 
 
@@ -261,7 +261,7 @@ def _works(cuts: Tensor, size: int, tile: Tile) -> list[Work]:
         return [_work(tile, starts, ends, heights, size // tile.tokens + min(experts, size))]
     # Up to two of the small tiles take what is left behind the large ones.
     rest, most_left = tile.rest, 2 * tile.rest.tokens
-    heights = (counts + (tile.tokens - 1 - most_left)) // tile.tokens
+    heights = ((counts + (tile.tokens - 1 - most_left)) // tile.tokens).clamp(min=0)
     middles = torch.minimum(starts + heights * tile.tokens, ends)
     small = (ends - middles + (rest.tokens - 1)) // rest.tokens
     return [
