@@ -204,7 +204,7 @@ def compiled_ahead(site: Site, format: str):
     if site.cpu:
         yield
         return
-    pairs = moe_rates.pairs_of(format, swept=False)
+    pairs = moe_rates.pairs_of(format, site.device, swept=False)
     with multiprocessing.get_context("spawn").Pool(len(pairs)) as pool:
         found = pool.starmap_async(moe_rates.warmed, [(format, K3, [pair]) for pair in pairs], chunksize=1)
         yield

@@ -13,7 +13,7 @@ atomic operation adds anything. So a forward gives the same bits with DWDP on an
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -66,8 +66,7 @@ LANE_TILES: tuple[tuple[int, Tile, Tile], ...] = (
     (12, _LANES_16, _LANES_16),
     (24, _LANES_32, _LANES_32),
     (50, _LANES_64, _LANES_64),
-    (96, replace(_LANES_64, rest=_LANES_16), replace(_LANES_64, rest=_LANES_16)),
-    (1 << 62, *2 * (Tile(128, 128, 128, warps=8, stages=4, rest=_LANES_32),)),
+    (1 << 62, *2 * (Tile(128, 128, 128, warps=8, stages=3, rest=_LANES_32),)),
 )
 
 
