@@ -160,7 +160,7 @@ SWITCHES: dict[str, Switch] = {
             "RENDEZVOUS_TIMEOUT_S", "deadline of the rendezvous and of every collective (1800)", _seconds, SECONDS
         ),
         Switch(
-            "DWDP_KERNELS", None, "how the model computes; auto: triton where its checks passed (nowhere yet)",
+            "DWDP_KERNELS", None, "how the model computes; auto: triton where its checks passed (Hopper)",
             _choice("auto", "torch", "triton"), "auto, torch or triton",
         ),
         Switch(

@@ -44,9 +44,8 @@ def test_the_interpreter_runs_kernels_on_the_host_where_the_tests_have_triton():
     assert kernels_for("cpu", {"DWDP_KERNELS": "triton", "TRITON_INTERPRET": "1"}) == "triton"
 
 
-def test_auto_takes_kernels_on_a_gpu_that_has_run_them(gpu, monkeypatch):
+def test_auto_takes_kernels_on_a_gpu_that_has_run_them(gpu):
     pytest.importorskip("triton")
-    monkeypatch.setattr(select, "CHECKED_ON", frozenset({9}))
     assert kernels_for(gpu(9), {}) == "triton"
     assert kernels_for(gpu(8), {}) == kernels_for(gpu(10), {}) == kernels_for(gpu(9, installed=False), {}) == "torch"
     assert kernels_for(gpu(8), {"DWDP_KERNELS": "triton"}) == "triton"

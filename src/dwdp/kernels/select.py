@@ -15,8 +15,8 @@ from torch import Tensor
 from dwdp import env
 from dwdp.errors import ConfigError
 
-# Major compute capabilities of GPUs on which tests/gpu's check_attention and check_moe have passed: none yet.
-CHECKED_ON: frozenset[int] = frozenset()
+# Major compute capabilities of GPUs on which tests/gpu's check_attention, check_moe and check_model have passed.
+CHECKED_ON: frozenset[int] = frozenset({9})
 KERNEL_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 
 
