@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from dwdp.kernels import attention
+from dwdp.kernels import attention, flash_mla
 from dwdp.kernels.attention import SPAN, Blocks, attend, rows_of_heads
-from tests.gpu.attention_site import Site
+from tests.gpu.attention_site import Site, flash_mla_missing
 
-H200_BYTES_PER_SECOND = 4.3e12  # of a copy on these machines, read and written bytes
-TARGET_SHARE = 0.6
+TARGET_SHARE = 0.6  # of the bytes that a copy reads and writes in the same time
 
 
 def plain_product(site: Site) -> None:
@@ -120,35 +119,66 @@ def workspace(site: Site) -> None:
     site.check("workspace that grows with the context, MiB", (large - small) / 2**20, 1.0)
 
 
+def plain_copy(site: Site) -> None:
+    """The bandwidth that decode is put beside: of the device's own copy, bytes read and bytes written."""
+    source = torch.zeros(1 << 10 if site.cpu else 1 << 31, dtype=torch.uint8, device=site.device)
+    copied = torch.empty_like(source)
+    seconds = site.seconds_of(lambda: copied.copy_(source), repeats=10)
+    site.copy_rate = 2 * source.nbytes / seconds
+    site.row("plain copy", f"{site.copy_rate / 1e12:.2f} TB/s, read and written", bytes_per_second=site.copy_rate)
+
+
 def _decode_case(site: Site, count: int, context: int):
+    """One layer's decode but for its two products, by FlashMLA with `plans` and by our kernel without; bytes; FLOPs."""
     config = site.config
     heads, latent, width = config.num_attention_heads, config.kv_lora_rank, config.mla_cache_width
-    cache = site.noise(count, context, width)
-    query, rope = site.noise(count, heads, latent), site.noise(count, heads, width - latent)
+    cache = site.noise(count, -(-context // flash_mla.PAGE) * flash_mla.PAGE, width)
+    joined, rope = site.noise(count, heads, width), site.noise(count, heads, width - latent)
     slots = torch.arange(count, device=site.device)
     contexts = torch.full_like(slots, context)
-    out = torch.empty_like(query)
     scale = (config.qk_nope_head_dim + width - latent) ** -0.5
 
-    def run(blocks: Blocks | None = None, splits: int | None = None):
-        rows_of_heads(query, rope, cache, slots, contexts, context, out, scale=scale, blocks=blocks, splits=splits)
-        return out
+    def run(plans: dict | None = None, blocks: Blocks | None = None, splits: int | None = None):
+        joined[..., latent:].copy_(rope)
+        pages = None
+        if plans is not None:
+            pages = flash_mla.pages(plans, slots, contexts, context, joined, cache, latent)
+            assert pages is not None
+        return rows_of_heads(
+            joined, cache, slots, contexts, context, latent, scale=scale, pages=pages, blocks=blocks, splits=splits
+        )
 
     pairs = 2 * heads * (latent + width)
-    return run, cache.nbytes, count * context * pairs
+    return run, cache[:, :context].numel() * cache.element_size(), count * context * pairs
 
 
 def decode(site: Site) -> None:
-    """Latent rows per second of the decode kernel, read once, beside the memory's bandwidth."""
+    """Latent rows per second of both forms of decode, read once, beside the bandwidth of a copy; layers follow each
+    other as in a forward, FlashMLA's with the plan of the first."""
+    missing = flash_mla_missing(site)
+    layers = 1 if site.cpu else 8
     for count, context in [(2, 20)] if site.cpu else [(32, 32768), (1, 131072), (64, 2048)]:
         run, nbytes, flops = _decode_case(site, count, context)
-        seconds = site.seconds_of(run)
-        share = nbytes / seconds / H200_BYTES_PER_SECOND
-        verdict = "" if share >= TARGET_SHARE or (count, context) != (32, 32768) else " MISSED"
-        site.row(f"decode, {count} sequences of {context}",
-                 f"{seconds * 1e6:.0f} us, {nbytes / seconds / 1e12:.2f} TB/s = {share:.0%} of bandwidth "
-                 f"(target {TARGET_SHARE:.0%}){verdict}, {flops / seconds / 1e12:.0f} TFLOP/s",
-                 seconds=seconds, share=share)  # fmt: skip
+        for form in ("FlashMLA", "Triton"):
+            name = f"decode, {count} sequences of {context}, {form}"
+            if form == "FlashMLA" and missing is not None:
+                site.row(name, f"MISSING: {missing}")
+                continue
+            plans = {} if form == "FlashMLA" else None
+            run(plans)
+            seconds = site.seconds_of(lambda: [run(plans) for _ in range(layers)]) / layers  # noqa: B023
+            planned = ""
+            if form == "FlashMLA":
+                first = site.seconds_of(lambda: run({}))  # noqa: B023
+                alone = site.seconds_of(lambda: run(plans))  # noqa: B023
+                planned = f", a forward's plan {max(0.0, first - alone) * 1e6:.0f} us"
+            share = nbytes / seconds / site.copy_rate
+            wanted = form == "FlashMLA" or missing is not None
+            missed = wanted and not share >= TARGET_SHARE and (count, context) == (32, 32768)
+            site.row(name,
+                     f"{seconds * 1e6:.0f} us, {nbytes / seconds / 1e12:.2f} TB/s = {share:.0%} of a copy "
+                     f"(target {TARGET_SHARE:.0%}){' MISSED' if missed else ''}, {flops / seconds / 1e12:.0f} TFLOP/s"
+                     f"{planned}", seconds=seconds, share=share)  # fmt: skip
 
 
 SWEPT_DECODE = (
@@ -168,7 +198,7 @@ def sweep(site: Site) -> None:
         for splits in (2,) if site.cpu else (2, 4, 8):
             if site.left() < 6 and not site.cpu:
                 return
-            seconds = _tried(site, lambda: run(blocks, splits))  # noqa: B023
+            seconds = _tried(site, lambda: run(None, blocks, splits))  # noqa: B023
             text = "does not run" if seconds is None else f"{seconds * 1e6:.0f} us, {nbytes / seconds / 1e12:.2f} TB/s"
             site.row(f"sweep, decode, {_named(blocks)}, {splits} splits", text, seconds=seconds)
     original = attention.prefill_blocks
@@ -202,6 +232,7 @@ def _named(blocks: Blocks) -> str:
 
 CASES = (
     ("plain product", 2, plain_product),
+    ("plain copy", 2, plain_copy),
     ("decode", 6, decode),
     ("workspace", 8, workspace),
     ("KDA blocks", 10, kda_blocks),

@@ -9,15 +9,18 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
+from dwdp.kernels import flash_mla
 from dwdp.kernels.batch import PackedBatch
 from dwdp.model.config import ModelConfig
 from dwdp.model.kda import KimiDeltaAttention, kda_chunk, kda_gate
 from dwdp.model.mla import LatentAttention
 from dwdp.model.state import KdaState, MlaState
+from tests.kernels.references import decode_by_pages
 from tests.support.tiny import tiny_config_dict
 
 K3 = dict(
@@ -45,6 +48,7 @@ class Site:
         self.config = ModelConfig.from_dict(tiny_config_dict(**(TINY if self.cpu else K3)))
         self.draw = torch.Generator(self.device).manual_seed(0)
         self.raw_rate = 1.0  # of a plain matrix product, FLOP/s
+        self.copy_rate = float("nan")  # of a plain copy, bytes/s read and written; no share is one of nothing measured
 
     def left(self) -> float:
         return self.seconds - (time.monotonic() - self.begun)
@@ -141,7 +145,10 @@ class Site:
         )
 
     def mla_state(self, count: int, capacity: int, length: int) -> MlaState:
-        return MlaState(self.noise(count, capacity, self.config.mla_cache_width), [length] * count)
+        """With whole pages of rows where a model's state has them."""
+        width = self.config.mla_cache_width
+        rows = flash_mla.padded(capacity, width, self.dtype, self.device)
+        return MlaState(self.noise(count, rows, width), [length] * count)
 
     def batch(self, lengths: list[int], starts: list[int] | None = None) -> PackedBatch:
         return PackedBatch.of(lengths, starts=starts, device=self.device)
@@ -159,6 +166,28 @@ def form(name: str):
             del os.environ["DWDP_KERNELS"]
         else:
             os.environ["DWDP_KERNELS"] = before
+
+
+@contextmanager
+def own_decode():
+    """Latent attention decodes by our kernel for a block of code, whatever is installed."""
+    with mock.patch.object(flash_mla, "runs_on", lambda *given: False):
+        yield
+
+
+def flash_mla_missing(site: Site) -> str | None:
+    """Why FlashMLA cannot be checked here; the host has a stand-in."""
+    if not flash_mla.hopper(torch.device(site.device, 0)):
+        return "this GPU is none that it runs on"
+    return None if flash_mla.operation() is not None else "it is not installed, or cannot be used"
+
+
+def host_flash_mla() -> dict[str, Any]:
+    """What `flash_mla` has on a GPU, for tiny widths on the host: attributes to patch."""
+    return dict(
+        operation=lambda: decode_by_pages, hopper=lambda device: True, DTYPE="float32",
+        LATENT=tiny_config_dict()["kv_lora_rank"], ROPE=tiny_config_dict()["qk_rope_head_dim"],
+    )  # fmt: skip
 
 
 def host_library() -> tuple[Callable[..., Any], Callable[..., Any]]:

@@ -2,8 +2,9 @@
 
 Numerics against fp32 or fp64 within bounds decide the exit status; rates stand beside a plain product of the same run,
 and one below its target is marked MISSED. Cases that no time is left for are skipped and named. Random weights. The
-table comes last. `--cpu` runs every line with tiny widths in Triton's interpreter, the library's chunk form replaced by
-the torch form. `--tune` lets the library time its configurations and prints what it took, for PINNED in
+table comes last. FlashMLA is checked and timed beside our own decode where it is installed; where not, its lines say
+so. `--cpu` runs every line with tiny widths in Triton's interpreter, FlashMLA and the library's chunk form replaced by
+torch forms. `--tune` lets the library time its configurations and prints what it took, for PINNED in
 `src/dwdp/kernels/kda.py`, and does nothing else.
 """
 
@@ -46,14 +47,15 @@ def check(given: argparse.Namespace) -> int:
     import torch
     import triton
 
-    from dwdp.kernels import kda
+    from dwdp.kernels import flash_mla, kda
     from tests.gpu import attention_numerics, attention_rates
-    from tests.gpu.attention_site import Site, host_library
+    from tests.gpu.attention_site import Site, host_flash_mla, host_library
 
     site = Site(given.cpu, given.seconds)
     print(f"Python {platform.python_version()}, torch {torch.__version__}, triton {triton.__version__}", flush=True)
     with contextlib.ExitStack() as stack:
         if given.cpu:
+            stack.enter_context(mock.patch.multiple(flash_mla, **host_flash_mla()))
             stack.enter_context(mock.patch.multiple(kda, operations=host_library, runs_on=lambda x: True))
         library = kda.operations() is not None
         site.row("delta rule of the library", "used" if library else "MISSING: the torch form runs in its place")

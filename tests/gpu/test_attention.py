@@ -23,7 +23,8 @@ def test_every_line_runs_in_the_interpreter_with_tiny_widths(tmp_path, capsys, m
     document, text = json.loads(found.read_text()), capsys.readouterr().out
     assert document["failed"] == [] and "all checks hold" in text.splitlines()[-1]
     names = "\n".join(document["numbers"])
-    for what in ("latent attention", "delta rule, chunks", "kda block", "mla block", "plain product", "decode, 2",
+    for what in ("latent attention", "delta rule, chunks", "kda block", "mla block", "plain product", "plain copy",
+                 "latent attention, FlashMLA", "latent attention, Triton", "20, FlashMLA", "20, Triton",
                  "workspace", "KDA block", "MLA block", "sweep, decode", "sweep, prefill"):  # fmt: skip
         assert what in names
 

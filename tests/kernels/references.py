@@ -60,8 +60,10 @@ def attention_case(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     seed: int = 0,
+    capacity: int | None = None,
 ) -> AttentionCase:
-    """Slots are the sequences backwards, with one more that is nobody's; the cache is NaN behind each sequence."""
+    """Slots are the sequences backwards, with one more that is nobody's; the cache is NaN behind each sequence, up to
+    `capacity` rows or 3 behind the longest."""
     draw = torch.Generator(device).manual_seed(seed)
 
     def noise(*shape: int) -> Tensor:
@@ -69,7 +71,8 @@ def attention_case(
 
     count, longest = len(lengths), max(a + b for a, b in zip(lengths, starts))
     batch = PackedBatch.of(lengths, starts=starts, slots=range(count, 0, -1), state_batch=count + 1, device=device)
-    cache = torch.full((count + 1, longest + 3, latent + rope), math.nan, dtype=dtype, device=device)
+    capacity = longest + 3 if capacity is None else capacity
+    cache = torch.full((count + 1, capacity, latent + rope), math.nan, dtype=dtype, device=device)
     for before, slot in zip(batch.starts, batch.slots):
         cache[slot, :before] = noise(before, latent + rope).to(dtype)
     rows = noise(batch.num_tokens, latent + rope).to(dtype)
@@ -77,3 +80,19 @@ def attention_case(
     query = (2 * noise(batch.num_tokens, heads, nope + rope)).to(dtype)
     weight = (noise(heads * (nope + value), latent) * latent**-0.5).to(dtype)
     return AttentionCase(batch, query, rows, cache, weight, nope, value)
+
+
+def decode_by_pages(query, pages, latent, lengths, table, scale, causal, schedule=None, splits=None):
+    """In the place of FlashMLA's operation, whose arguments these are, as its kernel needs them; it makes a schedule
+    that says nothing."""
+    count, _, heads, width = query.shape
+    assert query.is_contiguous() and pages.is_contiguous() and pages.shape[1:] == (64, 1, width) and not causal
+    assert lengths.dtype == table.dtype == torch.int32 and lengths.is_contiguous() and len(lengths) == count
+    assert (schedule is None) == (splits is None) and int(table.max()) < len(pages)
+    outs = []
+    for one, length, own in zip(query[:, 0].double(), lengths.tolist(), table):
+        rows = pages[own].flatten(0, 2)[:length].double()
+        outs.append(((one @ rows.T) * scale).softmax(-1) @ rows[:, :latent])
+    out = torch.stack(outs).to(query.dtype)
+    made = torch.zeros(1, 8, dtype=torch.int32), torch.zeros(count + 1, dtype=torch.int32)
+    return out[:, None], out.new_zeros(count, heads, 1), *((schedule, splits) if schedule is not None else made)

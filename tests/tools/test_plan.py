@@ -221,10 +221,11 @@ def test_memory_that_is_left_becomes_cached_tokens(capsys):
         for rank in document["ranks"]
     ]  # fmt: skip
     assert document["fits"] is True
-    assert document["kv_tokens"] == int(0.9 * min(left)) // (24 * 576 * 2)
+    page = 64 * 24 * 576 * 2  # a sequence's cache is whole pages of rows
+    assert document["kv_tokens"] == int(0.9 * min(left)) // page * 64
     options = ("--ranks", "12", "--format", "nvfp4", "--gpu", "gb300", "--kv-fraction")
-    assert planned(capsys, *options, "0.5")["kv_tokens"] == int(0.5 * min(left)) // (24 * 576 * 2)
-    assert planned(capsys, *options, "1")["kv_tokens"] == min(left) // (24 * 576 * 2)
+    assert planned(capsys, *options, "0.5")["kv_tokens"] == int(0.5 * min(left)) // page * 64
+    assert planned(capsys, *options, "1")["kv_tokens"] == min(left) // page * 64
 
 
 @pytest.mark.parametrize("gpu", [GPUS["b200"], GPUS["gb200"], GPUS["gb300"]], ids=lambda gpu: gpu.name)

@@ -228,7 +228,7 @@ def test_rows_and_slots_take_the_place_of_whole_weights(capsys):
         - dense["stored_bytes"] - dense["slot_bytes"] - dense["replicated_bytes"]
         for rank in document["ranks"]
     )  # fmt: skip
-    assert document["kv_tokens"] == int(0.9 * left) // (24 * 576 * 2)
+    assert document["kv_tokens"] == int(0.9 * left) // (64 * 24 * 576 * 2) * 64
     assert document["kv_tokens"] > 5 * alone["kv_tokens"]
     # a layer's copy brings in the eleven other rows of its blobs too
     gathered = (

@@ -1,4 +1,5 @@
-"""Latent attention as kernels: prefill over expanded keys and values, decode over the latent rows in place.
+"""Latent attention as kernels: prefill over expanded keys and values, decode over the latent rows in place, through
+FlashMLA where that can be used (`flash_mla.runs_on`).
 
 [Note: keys in rounds] Prefill never holds scores, and never the keys of a whole context: it expands SPAN rows of each
 sequence at a time, always cut at multiples of SPAN, and carries the running softmax of every query from one round to
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dwdp.kernels import flash_mla
 from dwdp.kernels.batch import PackedBatch, upload, upload_parts
 from dwdp.kernels.lang import tl, triton
 
@@ -256,7 +258,10 @@ def attend(
         alone = work.decodes.shape[0] == query.shape[0]  # every token decodes, in order
         some = query if alone else query.index_select(0, work.decodes)
         slots = work.decode_slots
-        decoded = decode(some, cache, slots, work.contexts, work.longest, weight, nope=nope, value=value, scale=scale)
+        decoded = decode(
+            some, cache, slots, work.contexts, work.longest, weight, nope=nope, value=value, scale=scale,
+            pages=flash_mla.pages(batch.plans, slots, work.contexts, work.longest, some, cache, latent),
+        )  # fmt: skip
         if alone:
             return decoded
         out.index_copy_(0, work.decodes, decoded)
@@ -424,43 +429,50 @@ def decode(
     nope: int,
     value: int,
     scale: float,
+    pages: flash_mla.Pages | None = None,
     blocks: Blocks | None = None,
     splits: int | None = None,
 ) -> Tensor:
     """One query of each sequence over its latent rows, which are read where they lie -> [B, heads, value].
 
     query: [B, heads, nope + rope]; cache: [slots, capacity, latent + rope]; slots, contexts: integers [B] on the
-    device, contexts counts the new row; longest: the largest of contexts; weight: as of `attend`.
+    device, contexts counts the new row; longest: the largest of contexts; weight: as of `attend`. pages: of these
+    slots and contexts, FlashMLA reads the rows; None: our own kernel, which blocks and splits are for.
     """
-    count, heads, _ = query.shape
-    to_key, to_value = weight.view(heads, nope + value, -1).split([nope, value], 1)
-    latent = weight.shape[1]
-    absorbed = torch.bmm(query[..., :nope].transpose(0, 1), to_key)  # [heads, B, latent]
-    gathered = torch.empty_like(absorbed)
-    rows_of_heads(
-        absorbed.transpose(0, 1), query[..., nope:], cache, slots, contexts, longest, gathered.transpose(0, 1),
-        scale=scale, blocks=blocks, splits=splits,
-    )  # fmt: skip
-    assert gathered.shape == (heads, count, latent)
-    return torch.bmm(gathered, to_value.transpose(1, 2)).transpose(0, 1).contiguous()
+    count, heads, width = query.shape
+    latent, rope = weight.shape[1], width - nope
+    to_key, to_value = weight.view(heads, nope + value, latent).split([nope, value], 1)
+    joined = query.new_empty(count, heads, latent + rope)
+    out = query.new_empty(count, heads, value)
+    with torch.no_grad():  # products into given places have no backward, and neither has what is between them
+        torch.bmm(query[..., :nope].transpose(0, 1), to_key, out=joined[..., :latent].transpose(0, 1))
+        joined[..., latent:].copy_(query[..., nope:])
+        gathered = rows_of_heads(
+            joined, cache, slots, contexts, longest, latent, scale=scale, pages=pages, blocks=blocks, splits=splits
+        )
+        torch.bmm(gathered.transpose(0, 1), to_value.transpose(1, 2), out=out.transpose(0, 1))
+    return out
 
 
 def rows_of_heads(
     query: Tensor,
-    query_rope: Tensor,
     cache: Tensor,
     slots: Tensor,
     contexts: Tensor,
     longest: int,
-    out: Tensor,
+    latent: int,
     *,
     scale: float,
+    pages: flash_mla.Pages | None = None,
     blocks: Blocks | None = None,
     splits: int | None = None,
-) -> None:
-    """Attention in the latent width. query, out: [B, heads, latent]; query_rope: [B, heads, rope]; see `decode`."""
-    count, heads, latent = query.shape
-    rope = query_rope.shape[-1]
+) -> Tensor:
+    """Attention in the latent width. query: [B, heads, latent + rope] -> [B, heads, latent]; see `decode`."""
+    if pages is not None:
+        return flash_mla.decode(query, cache, pages, scale)
+    count, heads, width = query.shape
+    rope, query_rope = width - latent, query[..., latent:]
+    out = query.new_empty(count, heads, latent)
     blocks = decode_blocks(query.dtype) if blocks is None else blocks
     num_blocks = -(-heads // blocks.rows)
     if splits is None:
@@ -479,6 +491,7 @@ def rows_of_heads(
         partial, highest, summed, out, splits, out.stride(0), out.stride(1),
         HEADS=heads, LATENT=latent, LATENT_BLOCK=_block(latent), num_warps=4,
     )  # fmt: skip
+    return out
 
 
 def _processors(device: torch.device) -> int:

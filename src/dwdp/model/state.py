@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dwdp.kernels.batch import PackedBatch
+from dwdp.kernels.flash_mla import padded
 from dwdp.model.config import ModelConfig
 from dwdp.model.norms import wide
 
@@ -43,7 +44,8 @@ class KdaState:
 
 
 class MlaState:
-    """Of one MLA layer. rows: [B, capacity, latent + rope], of which the first `lengths[b]` count."""
+    """Of one MLA layer. rows: [B, capacity, latent + rope], of which the first `lengths[b]` count; there may be more of
+    them than the state has room for, see `dwdp.kernels.flash_mla.padded`."""
 
     def __init__(self, rows: Tensor, lengths: list[int]) -> None:
         self.rows, self.lengths = rows, lengths
@@ -100,7 +102,8 @@ class ModelState:
                     torch.zeros(recurrent, dtype=wide(dtype), device=device),
                 )
             else:
-                shape = (batch, capacity, config.mla_cache_width)
+                width = config.mla_cache_width
+                shape = (batch, padded(capacity, width, dtype, device), width)
                 mla[i] = torch.zeros(shape, dtype=dtype, device=device)
         return cls(kda, mla, [0] * batch, capacity)
 
@@ -188,7 +191,8 @@ class ModelState:
             if isinstance(layer, KdaState):
                 kda[i] = KdaState(torch.cat([p.conv for p in parts]), torch.cat([p.recurrent for p in parts]))
             else:
-                rows = layer.rows.new_zeros(len(lengths), capacity, layer.rows.shape[-1])
+                width, dtype, device = layer.rows.shape[-1], layer.rows.dtype, layer.rows.device
+                rows = layer.rows.new_zeros(len(lengths), padded(capacity, width, dtype, device), width)
                 at = 0
                 for p in parts:
                     used = min(p.rows.shape[1], capacity)

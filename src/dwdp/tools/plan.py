@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dwdp.errors import ConfigError, MemoryBudgetError
+from dwdp.kernels.flash_mla import page_rows
 from dwdp.memory.pages import fit_page_bytes
 from dwdp.model import shapes
 from dwdp.model.config import ModelConfig
@@ -48,7 +49,8 @@ class Split:
 class ModelSizes:
     """What a plan needs of a model: E, L, bytes of an expert's row of each table of a layer, and bytes of what every
     rank holds whole without dense DWDP, of a sequence's state and of a token's cache rows; FLOP of a token in a mean
-    MoE layer. factor_nbytes: of the small per-expert tensors of all experts and layers, part of whole_nbytes."""
+    MoE layer. factor_nbytes: of the small per-expert tensors of all experts and layers, part of whole_nbytes. kv_page:
+    tokens by which a sequence's cache grows."""
 
     num_experts: int
     num_layers: int
@@ -58,6 +60,7 @@ class ModelSizes:
     kv_token_nbytes: int
     flops_per_token: float
     factor_nbytes: int = 0
+    kv_page: int = 1
 
     @classmethod
     def of(cls, config: ModelConfig, expert_format: str, kept_fp8: Container[str] = ()) -> ModelSizes:
@@ -78,6 +81,7 @@ class ModelSizes:
             kv_token_nbytes=shapes.kv_bytes_per_token(config),
             flops_per_token=sum(shapes.layer_flops_per_token(config, i) for i in layers) / len(layers),
             factor_nbytes=factors,
+            kv_page=page_rows(config.mla_cache_width),
         )
 
     @property
@@ -110,8 +114,8 @@ class GpuPlan:
 
     fits: while it serves. copy_seconds_per_layer: from the peers, of the rank that copies most, with dense DWDP its
     dense weights included. compute_seconds_per_layer: of one token, mean over the MoE layers. break_even_tokens: tokens
-    of a step whose compute lasts as long as the copy. kv_tokens: cached tokens of one sequence on the fullest rank;
-    None when no layer has a cache. smallest_ranks_that_fit: with balanced ranges.
+    of a step whose compute lasts as long as the copy. kv_tokens: cached tokens of one sequence on the fullest rank, in
+    whole pages; None when no layer has a cache. smallest_ranks_that_fit: with balanced ranges.
     """
 
     fits: bool
@@ -194,10 +198,10 @@ def bytes_left(sizes: ModelSizes, rank: RankPlan, gpu: Gpu, dense: DensePlan | N
 
 
 def cached_tokens(sizes: ModelSizes, left: int, kv_fraction: float) -> int | None:
-    """Tokens in the KV cache's share of `left` bytes; None when no layer has a cache."""
+    """Tokens in the KV cache's share of `left` bytes, in whole pages; None when no layer has a cache."""
     if not sizes.kv_token_nbytes:
         return None
-    return max(0, int(left * kv_fraction) // sizes.kv_token_nbytes)
+    return max(0, int(left * kv_fraction) // (sizes.kv_page * sizes.kv_token_nbytes) * sizes.kv_page)
 
 
 def smallest_ranks_that_fit(
@@ -232,7 +236,7 @@ def smallest_ranks_that_fit(
 
 
 def _fits(sizes: ModelSizes, left: int, kv_fraction: float) -> bool:
-    """At least one token has room."""
+    """At least one token has room, and the page that it takes."""
     return left >= 0 and cached_tokens(sizes, left, kv_fraction) != 0
 
 
