@@ -15,9 +15,12 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 demo: setup
 	$(PYTHON) -m dwdp.tools.cli demo
 
-# Two processes at once, each file in one of them; then what measures times, with nothing beside it.
+# Two processes at once, each file in one of them; then what measures times, with nothing beside it. In the order of the
+# names: xdist would put files of few tests last, which are the slow ones, and one process would wait for the other.
+# Compiled modules are kept, because hundreds of processes import them.
+test: export PYTHONDONTWRITEBYTECODE =
 test: setup
-	$(PYTHON) -m pytest -n 2 --dist loadfile -m "not alone and not gpu"
+	$(PYTHON) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not alone and not gpu"
 	$(PYTHON) -m pytest -m "alone and not gpu"
 
 check: setup

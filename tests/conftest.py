@@ -15,9 +15,19 @@ if not glob.glob("/dev/nvidia[0-9]*"):
     # Kernels are made for Triton's interpreter when their module is imported; no launch of ours takes them on the host
     # unless DWDP_KERNELS=triton says so.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    # Before torch is imported. Files that run side by side and the ranks of a test share the cores already: with a team
+    # of threads in each process they spin for each other at every small product. Ranks set the size of theirs.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 hypothesis.settings.register_profile("any machine", deadline=None)  # a busy one is no failure
 hypothesis.settings.load_profile("any machine")
+
+
+def pytest_collection_finish():
+    """Collections of garbage, of which set-up and many tests make some, need not go through all that was imported."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
@@ -41,3 +51,19 @@ def no_memory_left(request):
         gc.collect()
         left = mapped_memory()
         assert not left, f"{request.node.nodeid} leaves memory mapped: {left[:3]}"
+
+
+@pytest.fixture(scope="session")
+def warm_start():
+    """`with warm_start():` - rank processes of an `LLM` made there are forks, see tests/support/warm.py."""
+    from tests.support.warm import Nursery
+
+    with Nursery() as nursery:
+        yield nursery.starting
+
+
+@pytest.fixture(scope="module")
+def warm_ranks(warm_start):
+    """For a file all of whose `LLM`s may be started so."""
+    with warm_start():
+        yield

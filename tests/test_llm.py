@@ -52,8 +52,10 @@ def tiny(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def replicated(tiny):
-    with LLM(tiny, ranks=2, replicated=True, device="cpu", quiet=True) as llm:
+def replicated(tiny, warm_start):
+    with warm_start():
+        llm = LLM(tiny, ranks=2, replicated=True, device="cpu", quiet=True)
+    with llm:
         yield llm
 
 
@@ -227,11 +229,11 @@ def other(tmp_path_factory):
 
 
 def test_weights_are_updated_in_the_running_ranks_and_a_bad_checkpoint_changes_nothing(
-    tiny, other, replicated, tmp_path
+    tiny, other, replicated, tmp_path, warm_start
 ):
     old = answers(replicated)
     bad = write_tiny(tmp_path / "bad", num_experts_per_token=2)
-    with LLM(tiny, ranks=2, dwdp=EXPERTS | {"verify_every": 1}, device="cpu", quiet=True) as llm:
+    with warm_start(), LLM(tiny, ranks=2, dwdp=EXPERTS | {"verify_every": 1}, device="cpu", quiet=True) as llm:
         pids = [report["pid"] for report in llm.report()]
         assert answers(llm) == old
         llm.update_weights(other)
@@ -252,7 +254,7 @@ def test_weights_are_updated_in_the_running_ranks_and_a_bad_checkpoint_changes_n
         assert answers(llm) == new, "a set-up behind an update loads the new weights"
         llm.update_weights(tiny)
         assert answers(llm) == old and [report["pid"] for report in llm.report()] == pids
-    with LLM(tiny, ranks=2, replicated=True, device="cpu", quiet=True) as llm:
+    with warm_start(), LLM(tiny, ranks=2, replicated=True, device="cpu", quiet=True) as llm:
         llm.update_weights(other)
         assert answers(llm) == new
         with pytest.raises(CheckpointError, match="rank .: .*num_experts_per_token differ"):
@@ -262,11 +264,11 @@ def test_weights_are_updated_in_the_running_ranks_and_a_bad_checkpoint_changes_n
 
 @pytest.mark.parametrize("interrupted", [False, True])
 def test_replicated_ranks_of_which_one_failed_in_an_update_compute_nothing_until_set_up_again(
-    tiny, other, replicated, monkeypatch, interrupted
+    tiny, other, replicated, monkeypatch, warm_start, interrupted
 ):
     """They have no group to vote in. Fails when the front end does not tell the ranks that have the new weights."""
     old = answers(replicated)
-    with LLM(tiny, ranks=2, replicated=True, device="cpu", quiet=True) as llm:
+    with warm_start(), LLM(tiny, ranks=2, replicated=True, device="cpu", quiet=True) as llm:
         real = llm._frontend.call
 
         def call(commands):

@@ -345,7 +345,7 @@ def sockets_of(pid: int) -> set[int]:
     return {int(link[8:-1]) for link in links if link.startswith("socket:")}
 
 
-def test_nano_k3_answers_as_with_replicated_weights_and_everything_listens_on_loopback():
+def test_nano_k3_answers_as_with_replicated_weights_and_everything_listens_on_loopback(warm_start):
     prompts = ["123+456=", "900-77=", "5+6="]
 
     def run(llm):
@@ -353,9 +353,9 @@ def test_nano_k3_answers_as_with_replicated_weights_and_everything_listens_on_lo
         one = llm.generate("5+6=", PARAMS[0])[0].outputs[0].text  # the other rank has nothing to do
         return texts, one, llm.logits(list(range(20, 33)), rank=1, chunk_size=5, decode=2)
 
-    with LLM("nano-k3", ranks=2, replicated=True, device="cpu", quiet=True) as llm:
+    with warm_start(), LLM("nano-k3", ranks=2, replicated=True, device="cpu", quiet=True) as llm:
         expected = run(llm)
-    with LLM("nano-k3", tp_size=2, attention_dp=True, device="cpu", quiet=True) as llm:
+    with warm_start(), LLM("nano-k3", tp_size=2, attention_dp=True, device="cpu", quiet=True) as llm:
         found = run(llm)
         reports = llm.report()
         pids = [report["pid"] for report in reports]
@@ -386,16 +386,24 @@ def test_a_rank_killed_in_a_step_is_named_and_everything_is_ended(tiny):
     assert time.monotonic() - killed < 5
 
 
-@pytest.fixture()
-def config(tmp_path):
-    path = tmp_path / "server.yaml"
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    path = tmp_path_factory.mktemp("config") / "server.yaml"
     path.write_text("tp_size: 2\nattention_dp: true\ndense_dwdp: {enabled: true, min_bytes: 1, copy: per_slice}\n")
     return ["--config", str(path), "--quiet"]
 
 
-def test_the_command_runs_it_by_its_config_with_its_own_ranks_and_with_independent_processes(tiny, config):
-    run = ("--prompt", "a", "--prompt", "bc", "--prompt", "d", "--max-tokens", "3", "--ignore-eos", "--json", *config)
-    together = finish(start(tiny, *run))
+RUN = ("--prompt", "a", "--prompt", "bc", "--prompt", "d", "--max-tokens", "3", "--ignore-eos", "--json")
+
+
+@pytest.fixture(scope="module")
+def together(tiny, config):
+    """The document of a run with ranks of its own."""
+    return finish(start(tiny, *RUN, *config))
+
+
+def test_the_command_runs_it_by_its_config_with_its_own_ranks_and_with_independent_processes(tiny, config, together):
+    run = (*RUN, *config)
     whole = finish(start(tiny, *run, "--replicated"))
     tokens = [[output["token_ids"] for output in one["outputs"]] for one in (together, whole)]
     assert tokens[0] == tokens[1]
@@ -435,11 +443,11 @@ def test_an_independent_process_names_the_rank_that_died_in_a_step(tiny, config)
             process.communicate()
 
 
-def test_processes_that_meet_over_mpi_step_together_on_a_store_that_rank_0_serves(tiny, config):
+def test_processes_that_meet_over_mpi_step_together_on_a_store_that_rank_0_serves(tiny, config, together):
     command = [*mpirun("-n", "2"), sys.executable, "-m", "dwdp.tools.cli", "generate", "--model", str(tiny)]
-    run = ("--device", "cpu", "--prompt", "a", "--prompt", "bc", "--max-tokens", "3", "--ignore-eos", "--json", *config)
-    done = subprocess.run([*command, *run], env=environment(), capture_output=True, text=True, timeout=90)
+    done = subprocess.run(
+        [*command, "--device", "cpu", *RUN, *config], env=environment(), capture_output=True, text=True, timeout=90
+    )
     documents = sorted((json.loads(line) for line in done.stdout.splitlines()), key=lambda one: one["ranks"][0]["rank"])
     assert done.returncode == 0 and len(documents) == 2, done.stderr
-    expected = finish(start(tiny, *run))
-    assert [output for one in documents for output in one["outputs"]] == expected["outputs"]
+    assert documents[0]["outputs"] + documents[1]["outputs"] == [together["outputs"][i] for i in (0, 2, 1)]

@@ -112,7 +112,9 @@ def run(
     seconds: until the processes are ended."""
     reserved, port = host_store()
     del reserved  # rank 0 serves there
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver" if fake else "spawn")
+    if fake:
+        context.set_forkserver_preload(["torch", "torch.distributed"])  # 3 s of a processor a rank otherwise
     results = context.Queue()
     ranks = [
         context.Process(target=_child, args=(scenario, rank, size, port, fake, args, results)) for rank in range(size)

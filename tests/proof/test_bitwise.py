@@ -13,7 +13,7 @@ import torch
 from dwdp.weights import copy, mover, transfers
 from tests.support.system import DENSE, prompt, replicated, shared, write_random
 
-LENGTH, CHUNK, DECODE = 24, 9, 3
+LENGTH, CHUNK, DECODE = 14, 9, 2  # a whole chunk, the rest of one, two steps
 
 
 def pairs(num_experts: int, n: int) -> dict[str, tuple[int, int]]:
@@ -40,6 +40,7 @@ CASES = [
     for n in (2, 3, 4)
     for kind in pairs(num_experts, n)
     for dtype in ("float32", "bfloat16")
+    if num_experts != 32 or dtype == "float32" or kind == "uniform"  # the other kinds are in bfloat16 with 7 and 33
 ]
 
 

@@ -11,6 +11,8 @@ from dwdp import LLM, SamplingParams
 from tests.proof.test_bitwise import pairs
 from tests.support.system import DENSE, SMALL_PAGES, prompt, write_random
 
+pytestmark = pytest.mark.usefixtures("warm_ranks")
+
 LENGTH = 20
 # kind -> number of experts that has it for N ranks
 EXPERTS = {

@@ -358,7 +358,7 @@ def test_an_independent_process_names_the_rank_that_died_and_prints_no_document(
             process.communicate()
 
 
-def test_the_demo_compares_the_hashes_that_it_prints(tiny, capsys, monkeypatch):
+def test_the_demo_compares_the_hashes_that_it_prints(tiny, capsys, monkeypatch, warm_start):
     from dwdp.tools import demo
 
     real, runs = demo._run, []
@@ -368,7 +368,8 @@ def test_the_demo_compares_the_hashes_that_it_prints(tiny, capsys, monkeypatch):
         return runs[-1]
 
     monkeypatch.setattr(demo, "_run", recording)
-    assert demo.run_demo(model=str(tiny), quiet=True)
+    with warm_start():
+        assert demo.run_demo(model=str(tiny), quiet=True)
     out = capsys.readouterr().out
     assert out.splitlines()[-1] == "identical: yes"
     hashes = [line.split()[-1] for line in out.splitlines() if line.strip().startswith("logits ")]

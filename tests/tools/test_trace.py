@@ -52,8 +52,8 @@ def test_every_rank_of_a_run_leaves_a_judged_and_a_drawn_timeline(tiny, tmp_path
         assert {event["pid"] for event in drawn} == {rank}
 
 
-def test_the_api_gives_the_trace_since_set_up_and_only_where_it_is_kept(tiny):
-    with LLM(tiny, ranks=2, device="cpu", dwdp=EXPERTS, quiet=True, trace=True) as llm:
+def test_the_api_gives_the_trace_since_set_up_and_only_where_it_is_kept(tiny, warm_start):
+    with warm_start(), LLM(tiny, ranks=2, device="cpu", dwdp=EXPERTS, quiet=True, trace=True) as llm:
         first = llm.trace()
         assert [document["rank"] for document in first] == [0, 1] and first[0]["ops"] == []
         llm.logits([1, 2, 3], rank=1)
