@@ -151,8 +151,8 @@ class LLM:
 
     def report(self) -> list[dict[str, Any]]:
         """By rank: {rank, pid, kernels, ledger, memory, counters}; the ledger is in bytes and static after setup,
-        memory is what the rank holds now (bytes: `domain_bytes`, `torch_bytes`, `total_bytes`), kernels the form in
-        which the model computes: torch or triton."""
+        memory is what the rank holds now (bytes: `domain_bytes`, `torch_bytes`, `total_bytes`), kernels the form
+        that is chosen, torch or triton; what has no kernel for its widths computes in torch all the same."""
         with self._lock:
             answers = self._to_all(messages.Report)
         return [answers[rank][0].report for rank in range(self._launch.ranks)]

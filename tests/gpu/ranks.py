@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import logging
 import multiprocessing
+import os
 import time
 import traceback
 from collections.abc import Callable
@@ -117,7 +118,8 @@ def run(
         context.set_forkserver_preload(["torch", "torch.distributed"])  # 3 s of a processor a rank otherwise
     results = context.Queue()
     ranks = [
-        context.Process(target=_child, args=(scenario, rank, size, port, fake, args, results)) for rank in range(size)
+        context.Process(target=_child, args=(scenario, rank, size, port, fake, args, results, dict(os.environ)))
+        for rank in range(size)
     ]
     for process in ranks:
         process.start()
@@ -166,7 +168,9 @@ def one_after_another(site: Site, works: dict[str, tuple]) -> dict[str, tuple[st
     return found
 
 
-def _child(scenario, rank, size, port, fake, args, results) -> None:
+def _child(scenario, rank, size, port, fake, args, results, environ) -> None:
+    os.environ.clear()  # the fork server has that of the test which started it
+    os.environ.update(environ)
     logging.basicConfig(level=logging.WARNING, format=f"rank {rank}: %(message)s")
     torch.set_num_threads(1)
     if fake:

@@ -13,6 +13,7 @@ from dwdp.kernels.attention import Blocks, attend
 from dwdp.kernels.batch import PackedBatch
 from dwdp.model.config import ModelConfig
 from dwdp.model.state import ModelState
+from dwdp.runtime.sm_reserve import drop_reserve, reserve_sms
 from tests.kernels.references import attention_case, decode_by_pages
 from tests.support.tiny import tiny_config_dict, tiny_model, tiny_model_config, token_ids
 
@@ -131,6 +132,12 @@ def test_it_is_chosen_for_what_it_computes_and_nothing_else(library, monkeypatch
     with monkeypatch.context() as patched:
         patched.setattr(flash_mla, "operation", lambda: None)
         assert not runs(query, cache, 512)
+    reserve_sms(16, 0)  # its programs would take the SMs of a gather
+    try:
+        assert not runs(query, cache, 512)
+    finally:
+        drop_reserve()
+    assert runs(query, cache, 512)
     monkeypatch.undo()
     assert not flash_mla.hopper(torch.device("cpu")) and not runs(query, cache, 512)
     for major in (8, 9, 10):

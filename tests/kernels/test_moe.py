@@ -162,12 +162,17 @@ def test_a_block_runs_its_experts_norms_and_activations_as_kernels(expert_format
     torch.testing.assert_close(got, want, atol=2**-6 * want.abs().max().item(), rtol=0)
 
 
+@pytest.mark.parametrize("experts", [40, 1])
 @pytest.mark.parametrize("rest", [None, Tile(16, 128, 128, 4, 2), Tile(32, 128, 128, 4, 2)])
-def test_tiles_cover_every_pair_of_every_range_once(rest):
-    """Mutated once: large tiles for what is left up to three small ones leave pairs out."""
+def test_tiles_cover_every_pair_of_every_range_once(rest, experts):
+    """Mutated once: large tiles for what is left up to three small ones leave pairs out, and a bound of the number of
+    large tiles by their smallest load alone is below it where one expert has all pairs."""
     draw = torch.Generator().manual_seed(0)
-    counts = torch.randint(0, 300, (3, 40), generator=draw, dtype=torch.int32)
-    counts[0, :5] = torch.tensor([0, 1, 32, 33, 64])
+    counts = torch.randint(0, 300, (3, experts), generator=draw, dtype=torch.int32)
+    if experts == 1:
+        counts[:, 0] = torch.tensor([4224, 10112, 64])
+    else:
+        counts[0, :5] = torch.tensor([0, 1, 32, 33, 64])
     cuts = torch.nn.functional.pad(counts.cumsum(1, dtype=torch.int32), (1, 0))
     size = int(cuts[:, -1].max())
     works = moe._works(cuts, size, Tile(64, 128, 128, 4, 2, rest=rest))
@@ -195,3 +200,24 @@ def test_small_tiles_behind_large_ones_change_nothing_but_rounding():
     mixed = Tile(32, 64, 64, 4, 2, rest=Tile(16, 64, 64, 4, 2))
     got = moe.routed(x, ids, weights, experts, tiles=(mixed, mixed))
     assert torch.allclose(got, want, rtol=2**-7, atol=2**-9 * float(want.abs().max()))
+
+
+def test_tables_of_ranges_may_lie_anywhere_without_a_kernel_for_each_address():
+    """Rows of tables of several ranges are 4, 8 or 12 bytes from a multiple of 16: kernels must not be made anew."""
+    tables = {"tile_expert", "tile_ends", "starts", "ends"}
+    for kernel, names in (
+        (moe.grouped_kernel, tables),
+        (moe.grouped_mxfp4_kernel, tables),
+        (moe.sum_kernel, {"borders"}),
+    ):
+        plain = kernel if hasattr(kernel, "params") else None
+        if plain is not None:  # not the interpreter's
+            assert names <= {one.name for one in plain.params if one.do_not_specialize_on_alignment}
+
+
+def test_without_a_gluon_that_is_known_mxfp4_goes_through_triton(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert moe.lanes_on("mxfp4", "cuda:0") and not moe.lanes_on("nvfp4", "cuda:0")
+    assert moe.tile_table("mxfp4", "cuda:0") is moe.LANE_TILES
+    monkeypatch.setattr(moe, "GLUON_MISSING", "no module of that name")
+    assert not moe.lanes_on("mxfp4", "cuda:0") and moe.tile_table("mxfp4", "cuda:0") is moe.TILES["mxfp4"]

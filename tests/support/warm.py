@@ -104,8 +104,10 @@ class WarmProcess:
     def _look(self, seconds: float | None) -> int | None:
         with self._lock:
             if self.returncode is None:
-                if select.select([self._status], [], [], seconds)[0]:
-                    # without an answer the forking process is gone, and its children with their front end's socket
+                poller = select.poll()  # select() refuses descriptors above 1,023
+                poller.register(self._status, select.POLLIN)
+                if poller.poll(None if seconds is None else 1000 * seconds):
+                    # Without an answer the forking process is gone; its children end with their front end's socket.
                     self.returncode = int(self._status.recv(64) or -signal.SIGKILL)
                     self._status.close()
             return self.returncode
@@ -115,16 +117,28 @@ def serve(requests: socket.socket) -> list[str] | None:
     """Forks until the other side closes, then -> None. In a child -> its arguments."""
     poller = select.poll()
     poller.register(requests, select.POLLIN)
-    children: dict[int, tuple[int, socket.socket]] = {}  # pidfd -> (pid, where its end is told)
+    # The child's pidfd, then the socket where its end was told -> (pid, that socket, whether it has ended).
+    children: dict[int, tuple[int, socket.socket, bool]] = {}
     while True:
         for ready, _ in poller.poll():
             if ready != requests.fileno():
-                pid, status = children.pop(ready)
+                pid, status, ended = children[ready]
                 poller.unregister(ready)
-                os.close(ready)
-                code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-                with status, contextlib.suppress(OSError):  # nobody may want to know any more
-                    status.send(str(code).encode())
+                if not ended:
+                    # A zombie until the other side has the code and closes, as a child of its own would be: its
+                    # process id stays taken as long as somebody may send signals to it.
+                    found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+                    code = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+                    with contextlib.suppress(OSError):  # nobody may want to know any more
+                        status.send(str(code).encode())
+                    del children[ready]
+                    os.close(ready)
+                    children[status.fileno()] = pid, status, True
+                    poller.register(status, select.POLLIN)
+                    continue
+                del children[ready]
+                status.close()
+                os.waitpid(pid, 0)
                 continue
             data, ancillary, _, _ = requests.recvmsg(LARGEST_REQUEST, socket.CMSG_SPACE(2 * 4))
             if not data:
@@ -134,22 +148,25 @@ def serve(requests: socket.socket) -> list[str] | None:
             status, stderr = socket.socket(fileno=descriptors[0]), descriptors[1]
             pid = os.fork()
             if pid == 0:
-                for pidfd, (_, other) in children.items():
-                    os.close(pidfd)
+                for place, (_, other, ended) in children.items():
+                    if not ended:
+                        os.close(place)
                     other.close()
                 requests.close()
-                status.close()
-                return become(json.loads(data), stderr)
+                return become(json.loads(data), stderr, status)
             os.close(stderr)
-            status.send(str(pid).encode())
             pidfd = os.pidfd_open(pid)
-            children[pidfd] = pid, status
+            children[pidfd] = pid, status, False
             poller.register(pidfd, select.POLLIN)
 
 
-def become(request: dict, stderr: int) -> list[str]:
-    """What `start_new_session` and the launcher's own first lines in a child do. -> the rank's arguments."""
+def become(request: dict, stderr: int, status: socket.socket) -> list[str]:
+    """What `start_new_session` and the launcher's own first lines in a child do. -> the rank's arguments.
+
+    Who asked learns the process id once it is that of a session, which may then be killed."""
     os.setsid()
+    with status, contextlib.suppress(OSError):
+        status.send(str(os.getpid()).encode())
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGCONT), 0, 0, 0)
     os.dup2(stderr, 2)
     os.dup2(stderr, 1)
@@ -173,7 +190,7 @@ def main() -> None:
 
     gc.collect()
     gc.freeze()
-    assert threading.active_count() == 1
+    assert len(os.listdir("/proc/self/task")) == 1  # a fork copies no other thread, but the locks that it holds
     requests = socket.socket(fileno=int(sys.argv[1]))
     arguments = serve(requests)
     if arguments is not None:

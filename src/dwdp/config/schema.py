@@ -213,7 +213,7 @@ class ServeConfig(Section):
     keep_fp8: bool = Field(False, description="FP8 projections stay FP8 in memory; else they are loaded as dtype.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where the model runs.")
     max_seq_len: Positive | None = Field(None, description="Most tokens of a sequence; unset: the model's.")
-    max_batch_size: _whole(1, 1 << 16) = Field(
+    max_batch_size: _whole(1, 1 << 12) = Field(
         32, description="Most sequences of a rank that decode together, in a static batch."
     )
     dwdp: DwdpConfig | None = Field(None, description="Expert DWDP; unset: balanced over the ranks.")

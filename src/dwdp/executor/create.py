@@ -114,8 +114,9 @@ class RankExecutor:
     def report(self) -> dict:
         """{rank, pid, kernels, ledger, memory, counters}; ledger and memory in bytes, zeros in the ledger without DWDP.
 
-        kernels: the form in which the model computes, `torch` or `triton`, None without a model. memory: what the rank
-        holds now, see `held_bytes`; the ledger does not change after set-up.
+        kernels: the form that is chosen, `torch` or `triton`, None without a model; what has no kernel for its widths
+        computes in torch all the same. memory: what the rank holds now, see `held_bytes`; the ledger does not change
+        after set-up.
         """
         report = empty_report(self.rank)
         if self.manager is not None:

@@ -77,8 +77,13 @@ def hopper(device: torch.device) -> bool:
 
 
 def runs_on(query: Tensor, cache: Tensor, latent: int) -> bool:
-    """Whether the library decodes `query` over `cache` [slots, capacity, latent + rope] as it lies."""
+    """Whether the library decodes `query` over `cache` [slots, capacity, latent + rope] as it lies.
+
+    Its programs stay on every SM, so that it leaves none of [Note: the reserve] to a gather beside it.
+    """
     import torch
+
+    from dwdp.runtime.sm_reserve import reserved_sms
 
     dtype = getattr(torch, DTYPE)
     return (
@@ -88,6 +93,7 @@ def runs_on(query: Tensor, cache: Tensor, latent: int) -> bool:
         and query.dtype == cache.dtype == dtype
         and cache.is_contiguous()
         and hopper(query.device)
+        and not reserved_sms()
         and operation() is not None
     )
 

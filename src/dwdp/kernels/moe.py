@@ -3,7 +3,7 @@
 Pairs (token, expert) are sorted by expert. A first product makes the hidden rows of a range of pairs, the activation
 in its epilogue; a second one their outputs; then each token adds up its own, times their routing weights, in ascending
 expert order. The range bounds the memory: hidden rows and outputs exist for one range at a time, and an expert's
-weights are read once, but for the few that a range's border cuts.
+weights are read once, twice where small tiles follow large ones, and again where a range's border cuts it.
 
 [Note: the same bits] A pair's output is a function of its token and its expert: sums over columns go in steps of a
 fixed order (`product.py`), and a token's sum over experts goes in ascending order through float32, wherever ranges are
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dwdp.kernels.activation import gated
 from dwdp.kernels.formats import PACKED, Weights, in_halves, in_halves_row, rounded
-from dwdp.kernels.lang import tl, triton
+from dwdp.kernels.lang import GLUON_MISSING, tl, triton
 from dwdp.kernels.packed import WORD, grouped_mxfp4_kernel, in_lanes
 from dwdp.kernels.product import Tile, products
 from dwdp.runtime.sm_reserve import reserved_sms
@@ -87,7 +87,11 @@ class Experts:
         return self.w13.values.shape[0]
 
 
-@triton.jit
+# Rows of tables of all ranges, which lie at any address: a kernel compiled for one would be so again for the next.
+TABLES = ("tile_expert", "tile_ends", "starts", "ends")
+
+
+@triton.jit(do_not_specialize_on_alignment=TABLES)
 def grouped_kernel(
     x, tokens, out, tile_expert, tile_ends, starts, ends, w, s, f,
     N, K, num_experts, range_start, x_stride, w_stride, scale_rows, scale_stride,
@@ -159,7 +163,7 @@ def grouped_kernel(
         tl.store(target, tl.trans(rounded(tile, HOST)), mask=real[:, None] & (position < N)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["borders"])
 def sum_kernel(
     out, places, weights, borders, total, width, num_experts, range_start,
     FIRST: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr,
@@ -264,7 +268,7 @@ def _works(cuts: Tensor, size: int, tile: Tile) -> list[Work]:
     middles = torch.minimum(starts + heights * tile.tokens, ends)
     small = (ends - middles + (rest.tokens - 1)) // rest.tokens
     return [
-        _work(tile, starts, middles, heights, size // (most_left + 1)),
+        _work(tile, starts, middles, heights, size // min(tile.tokens, most_left + 1)),
         _work(rest, middles, ends, small, min(2 * experts, size)),
     ]
 
@@ -325,8 +329,10 @@ def programs(device: torch.device, tile: Tile) -> int:
 
 
 def lanes_on(format: str, device: torch.device | str) -> bool:
-    """Whether the kernel of `packed.py` computes: MXFP4 on Hopper."""
+    """Whether the kernel of `packed.py` computes: MXFP4 on Hopper, where this Triton's Gluon is one that it knows."""
     device = torch.device(device)
+    if GLUON_MISSING is not None:
+        return False
     return format == "mxfp4" and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 

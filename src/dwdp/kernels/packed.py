@@ -21,7 +21,6 @@ from torch import Tensor
 from dwdp.kernels.lang import barrier, copy_async, gl, gluon, hopper, warpgroup_mma_init
 
 STEP = 128  # columns
-_HALF = 64
 
 # $0, $1: even columns of a word of bytes, $2, $3: odd ones; $4: the word, $5 to $8: four times its scale.
 WORD = """{
@@ -75,7 +74,7 @@ def _in_lanes_row(position):
 
 @gluon.jit
 def _scale(bytes_):
-    """uint8 -> int32, twice the bf16 2^(byte - 127); 255 is NaN."""
+    """uint8 -> int32, the bf16 2^(byte - 127) in both halves; 255 is NaN."""
     wide = bytes_.to(gl.int32)
     bits = gl.where(wide == 255, 0x7FC0, gl.maximum(wide << 7, 0x40))
     return bits | (bits << 16)
@@ -110,7 +109,7 @@ def _loads(x_even, x_odd, w_a, w_b, x, x_at, w_at, a_at, b_at, step, stage, insi
     hopper.async_copy.commit_group()
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize_on_alignment=["tile_expert", "tile_ends", "starts", "ends"])
 def grouped_mxfp4_kernel(
     x, tokens, out, tile_expert, tile_ends, starts, ends, w, s,
     N, K, num_experts, range_start, x_stride, w_stride, scale_stride,
@@ -119,7 +118,7 @@ def grouped_mxfp4_kernel(
 ):  # fmt: skip
     """As `moe.grouped_kernel`, whose arguments these are, but for `s`, uint8 scales, whose rows lie scale_stride bytes
     apart. A tile is TOKENS pairs and ROWS rows of each half (GATED), or 2 * ROWS rows. LANES: out's columns are in the
-    order of [Note: lanes]. Nothing is masked but the end: ROWS, doubled where not GATED, need not divide N.
+    order of [Note: lanes]. K is a multiple of 128, with LANES N too. ROWS need not divide N.
     """
     WARPS: gl.constexpr = gl.num_warps()
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TOKENS, 16])
