@@ -116,9 +116,10 @@ def run(
     context = multiprocessing.get_context("forkserver" if fake else "spawn")
     if fake:
         context.set_forkserver_preload(["torch", "torch.distributed"])  # 3 s of a processor a rank otherwise
-    results = context.Queue()
+    results, all_told = context.Queue(), context.Event()
+    told = results, all_told
     ranks = [
-        context.Process(target=_child, args=(scenario, rank, size, port, fake, args, results, dict(os.environ)))
+        context.Process(target=_child, args=(scenario, rank, size, port, fake, args, *told, dict(os.environ)))
         for rank in range(size)
     ]
     for process in ranks:
@@ -140,6 +141,7 @@ def run(
             if ended - set(found) and not failed:
                 deadline = min(deadline, time.monotonic() + 10)
     finally:
+        all_told.set()
         for process in ranks:
             process.join(5)
             process.kill()
@@ -168,7 +170,7 @@ def one_after_another(site: Site, works: dict[str, tuple]) -> dict[str, tuple[st
     return found
 
 
-def _child(scenario, rank, size, port, fake, args, results, environ) -> None:
+def _child(scenario, rank, size, port, fake, args, results, all_told, environ) -> None:
     os.environ.clear()  # the fork server has that of the test which started it
     os.environ.update(environ)
     logging.basicConfig(level=logging.WARNING, format=f"rank {rank}: %(message)s")
@@ -186,6 +188,8 @@ def _child(scenario, rank, size, port, fake, args, results, environ) -> None:
     except BaseException:
         results.put((rank, None, traceback.format_exc()))
     finally:
+        if rank == 0:
+            all_told.wait(SECONDS)  # it serves the store, which the others need until their scenario ends
         if site is not None:
             site.close()
     results.close()
