@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from dwdp.kernels import attention, flash_mla
-from dwdp.kernels.attention import SPAN, Blocks, attend, rows_of_heads
+from dwdp.kernels.attention import SPAN, attend
+from dwdp.kernels.decode import Blocks, rows_of_heads
 from tests.gpu.attention_site import Site, flash_mla_missing
 
 TARGET_SHARE = 0.6  # of the bytes that a copy reads and writes in the same time

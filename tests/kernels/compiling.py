@@ -156,7 +156,7 @@ def attention_cases() -> Iterator[Case]:
     fill all registers but a few: one version of the compiler moves up to 80 words of a thread, another none."""
     import torch
 
-    from dwdp.kernels import attention, gated, short_conv
+    from dwdp.kernels import attention, decode, gated, short_conv
 
     blocks = attention.prefill_blocks(torch.bfloat16)
     arguments = dict.fromkeys(("query", "expanded", "shared", "out"), "*bf16")
@@ -168,7 +168,7 @@ def attention_cases() -> Iterator[Case]:
     constants |= dict(QUERIES=blocks.rows, KEYS=blocks.keys, CARRIES=True, PRECISION="tf32")
     sizes = dict(warps=blocks.warps, stages=blocks.stages, local_limit=0, products=True)
     yield Case("prefill", attention._prefill, arguments, constants, **sizes)
-    blocks = attention.decode_blocks(torch.bfloat16)
+    blocks = decode.decode_blocks(torch.bfloat16)
     arguments = dict.fromkeys(("query_latent", "query_rope", "rows"), "*bf16") | {"slots": "*i64", "contexts": "*i64"}
     arguments |= dict.fromkeys(("partial", "partial_highest", "partial_summed"), "*fp32") | {"scale": "fp32"}
     strides = ("latent_stride", "latent_head_stride", "rope_stride", "rope_head_stride", "row_stride")
@@ -176,11 +176,11 @@ def attention_cases() -> Iterator[Case]:
     constants = dict(HEADS=HEADS, LATENT=LATENT, ROPE=ROPE, LATENT_BLOCK=LATENT, ROPE_BLOCK=ROPE)
     constants |= dict(HEADS_BLOCK=blocks.rows, KEYS=blocks.keys, PRECISION="tf32")
     sizes = dict(warps=blocks.warps, stages=blocks.stages, local_limit=320, products=True)
-    yield Case("decode", attention._decode, arguments, constants, **sizes)
+    yield Case("decode", decode._decode, arguments, constants, **sizes)
     arguments = dict.fromkeys(("partial", "partial_highest", "partial_summed"), "*fp32") | {"out": "*bf16"}
     arguments |= {"splits": "i32, odd", "out_stride": "i32", "out_head_stride": "i32"}
     constants = dict(HEADS=HEADS, LATENT=LATENT, LATENT_BLOCK=LATENT)
-    yield Case("parts of decode", attention._combine, arguments, constants, 4, 3, local_limit=0)
+    yield Case("parts of decode", decode._combine, arguments, constants, 4, 3, local_limit=0)
     arguments = dict.fromkeys(("q", "k", "v", "past", "q_out", "k_out", "v_out", "next_past"), "*bf16")
     arguments |= dict.fromkeys(("q_taps", "k_taps", "v_taps"), "*fp32") | {"begins": "*i64", "token_sequences": "*i64"}
     arguments |= {"num_tokens": "i32, odd", "num_tiles": "i32, odd", "eps": "fp32"}

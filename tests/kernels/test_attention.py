@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from dwdp.kernels import attention
-from dwdp.kernels.attention import Blocks, attend, decode, num_splits, plan
+from dwdp.kernels.attention import attend, plan
 from dwdp.kernels.batch import PackedBatch
+from dwdp.kernels.decode import Blocks, decode, num_splits
 from tests.kernels.references import attention_case
 
 pytest.importorskip("triton")
@@ -20,7 +21,7 @@ SMALL = Blocks(16, 16, 4, 1)
 def small_blocks(monkeypatch):
     """So that a few tokens already fill several tiles and blocks of keys."""
     monkeypatch.setattr(attention, "prefill_blocks", lambda dtype: SMALL)
-    monkeypatch.setattr(attention, "decode_blocks", lambda dtype: SMALL)
+    monkeypatch.setattr("dwdp.kernels.decode.decode_blocks", lambda dtype: SMALL)
 
 
 @pytest.mark.parametrize(

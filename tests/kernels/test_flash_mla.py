@@ -8,9 +8,10 @@ from importlib import metadata
 import pytest
 import torch
 
-from dwdp.kernels import attention, flash_mla
-from dwdp.kernels.attention import Blocks, attend
+from dwdp.kernels import flash_mla
+from dwdp.kernels.attention import attend
 from dwdp.kernels.batch import PackedBatch
+from dwdp.kernels.decode import Blocks
 from dwdp.model.config import ModelConfig
 from dwdp.model.state import ModelState
 from dwdp.runtime.sm_reserve import drop_reserve, reserve_sms
@@ -38,8 +39,8 @@ def library(monkeypatch):
 @pytest.fixture
 def small_blocks(monkeypatch):
     pytest.importorskip("triton")
-    for name in ("prefill_blocks", "decode_blocks"):
-        monkeypatch.setattr(attention, name, lambda dtype: Blocks(16, 16, 4, 1))
+    for name in ("attention.prefill_blocks", "decode.decode_blocks"):
+        monkeypatch.setattr(f"dwdp.kernels.{name}", lambda dtype: Blocks(16, 16, 4, 1))
 
 
 def attended(case):
