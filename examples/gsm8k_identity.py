@@ -49,6 +49,24 @@ def run(arguments: argparse.Namespace, prompts: list[str], *, replicated: bool) 
     return [list(o.outputs[0].token_ids) for o in outputs]
 
 
+def questions(path: Path) -> list[str]:
+    """Of a file with one JSON object a line. Raises ValueError naming the first line that is none, or no question."""
+    found = []
+    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not text.strip():
+            continue
+        try:
+            question = json.loads(text)["question"]
+        except (TypeError, KeyError, ValueError):
+            question = None
+        if not isinstance(question, str):
+            raise ValueError(f"{path}: line {number} is no JSON object with a question")
+        found.append(question + "\n")
+    if not found:
+        raise ValueError(f"{path} has no question")
+    return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True, help="GSM8K test.jsonl (MIT licence, OpenAI)")
@@ -61,9 +79,10 @@ def main() -> int:
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--limit", type=int, default=None, help="only the first LIMIT questions")
     arguments = parser.parse_args()
+    if arguments.limit is not None and arguments.limit < 1:
+        parser.error(f"--limit is {arguments.limit}: at least one question is compared")
     try:
-        lines = arguments.data.read_text(encoding="utf-8").splitlines()
-        prompts = [json.loads(text)["question"] + "\n" for text in lines if text.strip()][: arguments.limit]
+        prompts = questions(arguments.data)[: arguments.limit]
         shared = run(arguments, prompts, replicated=False)
         whole = run(arguments, prompts, replicated=True)
     except (OSError, ValueError, DwdpError) as error:

@@ -26,6 +26,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--json", type=Path, help="file for the numbers")
     given = parser.parse_args(arguments)
+    if given.json is not None and not Path(given.json).absolute().parent.is_dir():
+        parser.error(f"--json {given.json}: there is no such folder")  # now, not behind the run
+    if given.cpu and given.tune:
+        parser.error("--tune times the library's kernels, which need a GPU: not with --cpu")
     if given.cpu:
         os.environ["TRITON_INTERPRET"] = "1"  # before any kernel is made
     os.environ["DWDP_KERNELS"] = "triton"

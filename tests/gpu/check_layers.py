@@ -263,6 +263,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--cpu", action="store_true", help="tiny widths through Triton's interpreter")
     parser.add_argument("--json", type=Path, help="file for the numbers")
     given = parser.parse_args(arguments)
+    if given.json is not None and not Path(given.json).absolute().parent.is_dir():
+        parser.error(f"--json {given.json}: there is no such folder")  # now, not behind the run
     multiple = 2 if given.cpu else SEQUENCES
     if any(n < multiple or n % multiple for n in given.tokens or []):
         parser.error(f"--tokens must be multiples of {multiple}")

@@ -30,6 +30,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="a file for the rows")
     parser.add_argument("--cpu", action="store_true", help="host memory, tiny sizes")
     given = parser.parse_args(arguments)
+    if given.json is not None and not Path(given.json).absolute().parent.is_dir():
+        parser.error(f"--json {given.json}: there is no such folder")  # now, not behind the run
     parts = [part.strip() for part in given.only.split(",")]
     if not set(parts) <= set(PARTS):
         parser.error(f"--only takes {', '.join(PARTS)}, not {given.only}")

@@ -187,6 +187,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--cpu", action="store_true", help="tiny sizes through Triton's interpreter")
     parser.add_argument("--out", help="a file for the rows as JSON")
     options = parser.parse_args(arguments)
+    if options.out is not None and not Path(options.out).absolute().parent.is_dir():
+        parser.error(f"--out {options.out}: there is no such folder")  # now, not behind the run
     if not options.cpu and not torch.cuda.is_available():
         parser.error("there is no GPU here; --cpu runs tiny sizes")
     return Run(options).all()

@@ -4,6 +4,7 @@ check is made of runs on the host too, so that it is not first tried on a GPU.""
 from __future__ import annotations
 
 import json
+import runpy
 import subprocess
 import sys
 from collections import Counter
@@ -112,3 +113,23 @@ def test_fp32_logits_equal_the_golden_ones_whole_and_in_chunks():
         parts = torch.cat([model(ids[:, a:b], state)[0] for a, b in ((0, 70), (70, 96), (96, 97))]).cpu()
     assert (whole - want).abs().max() < 1e-4
     assert (parts - want).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "has no question"),
+        ('{"question": "a"}\n{"q": 1}', "line 2 is no JSON object with a question"),
+        ("[1]", "line 1"),
+        ('{"question": 1}', "line 1"),
+        ("{", "line 1"),
+    ],
+)
+def test_questions_of_another_shape_are_named(tmp_path, text, reason):
+    """Of the example: an empty comparison would have passed."""
+    path = tmp_path / "data.jsonl"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=reason):
+        runpy.run_path(str(model_identity.EXAMPLE))["questions"](path)
+    path.write_text('\n{"question": "a"}\n')
+    assert runpy.run_path(str(model_identity.EXAMPLE))["questions"](path) == ["a\n"]

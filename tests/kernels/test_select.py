@@ -92,3 +92,24 @@ for attempt in (lambda: kernel[(1,)](2), lambda: triton.cdiv(3, 2)):
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "lost", ["gluon.constexpr_function", "language.DistributedLinearLayout", "language.nvidia.hopper"]
+)
+def test_a_triton_whose_gluon_has_other_names_has_all_other_kernels(lost):
+    pytest.importorskip("triton")
+    place, _, name = f"triton.experimental.gluon.{lost.removeprefix('gluon.')}".rpartition(".")
+    code = f"""
+import importlib, sys
+if {name!r} == 'hopper':
+    sys.modules['{place}.hopper'] = None
+else:
+    delattr(importlib.import_module({place!r}), {name!r})
+from dwdp.kernels import moe
+from dwdp.kernels.lang import GLUON_MISSING, MISSING
+assert GLUON_MISSING and not MISSING
+assert not moe.lanes_on('mxfp4', 'cuda:0')
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

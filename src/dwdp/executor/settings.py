@@ -199,7 +199,10 @@ def _choices(config: ServeConfig, mode: str, device: str, device_why: str, kerne
         transfer = _transfer(config.dwdp, on_cpu)
     auto = "float32 (auto, on a CPU)" if on_cpu else "the checkpoint's (auto, on a GPU)"
     dtype = auto if config.dtype == "auto" else f"{config.dtype} (asked for)"
-    kernels = "eager torch (a CPU has no others)" if on_cpu else f"{kernels} (DWDP_KERNELS)"
+    if on_cpu and kernels != "triton":
+        kernels = "eager torch (a CPU has no others)"
+    else:
+        kernels = f"{kernels} (DWDP_KERNELS)"
     return (
         f"domain {domain}, device {device} ({device_why}), kernels {kernels}, "
         f"transfer {transfer}, dtype {dtype}, ranks {config.ranks}"

@@ -16,6 +16,7 @@ class _Missing:
     """Stands for a module that is missing: a decorated kernel stays what it is until it is launched."""
 
     def __init__(self, what: str, why: str) -> None:
+        why = " ".join(why.split())  # of one line
         self._text = f"{what}, which cannot be imported ({why}): pip install 'dwdp[gpu]'"
 
     def jit(self, fn: Any = None, **options: Any) -> Any:
@@ -55,6 +56,18 @@ try:
     from triton.experimental.gluon.language.nvidia import hopper
     from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_init
 
+    for module, names in (
+        (gluon, ("jit", "constexpr_function")),
+        (gl, (
+            "BlockedLayout", "DistributedLinearLayout", "DotOperandLayout", "NVMMADistributedLayout",
+            "NVMMASharedLayout", "SliceLayout", "SwizzledSharedLayout",
+            "allocate_shared_memory", "convert_layout", "inline_asm_elementwise",
+        )),
+        (hopper, ("fence_async_shared", "warpgroup_mma", "warpgroup_mma_wait")),
+        (hopper.async_copy, ("commit_group", "wait_group")),
+    ):  # fmt: skip
+        for name in names:
+            getattr(module, name)
     # The names of Triton 3.6, else those of later versions.
     barrier = getattr(gl, "thread_barrier", None) or gl.barrier
     copy_async = getattr(hopper.async_copy, "async_load", None) or hopper.async_copy.async_copy_global_to_shared
