@@ -6,6 +6,8 @@ import gc
 import glob
 import logging
 import os
+import resource
+import sys
 from pathlib import Path
 
 import hypothesis
@@ -19,6 +21,18 @@ if not glob.glob("/dev/nvidia[0-9]*"):
     # of threads in each process they spin for each other at every small product. Ranks set the size of theirs.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+DESCRIPTORS = resource.getrlimit(resource.RLIMIT_NOFILE)
+_setrlimit = resource.setrlimit
+
+
+def setrlimit_but_for_mlx_lm(which, limits):
+    """mlx_lm sets the descriptor limits of the process that imports it to 2,048 and 4,096, whatever they were."""
+    if not sys._getframe(1).f_globals.get("__name__", "").startswith("mlx_lm"):
+        _setrlimit(which, limits)
+
+
+resource.setrlimit = setrlimit_but_for_mlx_lm
 
 hypothesis.settings.register_profile("any machine", deadline=None)  # a busy one is no failure
 hypothesis.settings.load_profile("any machine")

@@ -162,6 +162,7 @@ def main(port: int) -> None:
     print(json.dumps({"cpu_seconds": usage.ru_utime + usage.ru_stime}), flush=True)
 
 
+@pytest.mark.alone
 @pytest.mark.skipif(0 <= HARD_LIMIT < HANDLES + 500, reason=f"needs ulimit -Hn {HANDLES + 500}, it is {HARD_LIMIT}")
 def test_sixteen_ranks_set_92_layers_up_within_a_minute_and_with_no_more_collectives_than_two_ranks():
     store, port = host_store()
