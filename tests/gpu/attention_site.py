@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from dwdp.kernels import flash_mla
+from dwdp.kernels import flash_mla, select
 from dwdp.kernels.batch import PackedBatch
 from dwdp.model.config import ModelConfig
 from dwdp.model.kda import KimiDeltaAttention, kda_chunk, kda_gate
@@ -177,17 +177,20 @@ def own_decode():
 
 def flash_mla_missing(site: Site) -> str | None:
     """Why FlashMLA cannot be checked here; the host has a stand-in."""
-    if not flash_mla.hopper(torch.device(site.device, 0)):
+    if not select.hopper(torch.device(site.device, 0)):
         return "this GPU is none that it runs on"
     return None if flash_mla.operation() is not None else "it is not installed, or cannot be used"
 
 
-def host_flash_mla() -> dict[str, Any]:
-    """What `flash_mla` has on a GPU, for tiny widths on the host: attributes to patch."""
-    return dict(
-        operation=lambda: decode_by_pages, hopper=lambda device: True, DTYPE="float32",
+@contextmanager
+def host_flash_mla():
+    """FlashMLA with tiny widths on the host for a block of code: its operation in torch."""
+    stand_in = dict(
+        operation=lambda: decode_by_pages, DTYPE="float32",
         LATENT=tiny_config_dict()["kv_lora_rank"], ROPE=tiny_config_dict()["qk_rope_head_dim"],
     )  # fmt: skip
+    with mock.patch.multiple(flash_mla, **stand_in), mock.patch.object(select, "hopper", lambda device: True):
+        yield
 
 
 def host_library() -> tuple[Callable[..., Any], Callable[..., Any]]:

@@ -16,7 +16,8 @@ import json
 import os
 import platform
 import sys
-from pathlib import Path
+
+from tests.gpu.outputs import output_file
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -24,10 +25,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=85)
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--tune", action="store_true")
-    parser.add_argument("--json", type=Path, help="file for the numbers")
+    parser.add_argument("--json", type=output_file, help="file for the numbers")
     given = parser.parse_args(arguments)
-    if given.json is not None and not Path(given.json).absolute().parent.is_dir():
-        parser.error(f"--json {given.json}: there is no such folder")  # now, not behind the run
     if given.cpu and given.tune:
         parser.error("--tune times the library's kernels, which need a GPU: not with --cpu")
     if given.cpu:
@@ -51,7 +50,7 @@ def check(given: argparse.Namespace) -> int:
     import torch
     import triton
 
-    from dwdp.kernels import flash_mla, kda
+    from dwdp.kernels import kda
     from tests.gpu import attention_numerics, attention_rates
     from tests.gpu.attention_site import Site, host_flash_mla, host_library
 
@@ -59,7 +58,7 @@ def check(given: argparse.Namespace) -> int:
     print(f"Python {platform.python_version()}, torch {torch.__version__}, triton {triton.__version__}", flush=True)
     with contextlib.ExitStack() as stack:
         if given.cpu:
-            stack.enter_context(mock.patch.multiple(flash_mla, **host_flash_mla()))
+            stack.enter_context(host_flash_mla())
             stack.enter_context(mock.patch.multiple(kda, operations=host_library, runs_on=lambda x: True))
         library = kda.operations() is not None
         site.row("delta rule of the library", "used" if library else "MISSING: the torch form runs in its place")

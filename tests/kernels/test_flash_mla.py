@@ -8,7 +8,7 @@ from importlib import metadata
 import pytest
 import torch
 
-from dwdp.kernels import flash_mla
+from dwdp.kernels import flash_mla, select
 from dwdp.kernels.attention import attend
 from dwdp.kernels.batch import PackedBatch
 from dwdp.kernels.decode import Blocks
@@ -31,7 +31,7 @@ def library(monkeypatch):
         return decode_by_pages(*given)
 
     monkeypatch.setattr(flash_mla, "operation", lambda: operation)
-    monkeypatch.setattr(flash_mla, "hopper", lambda device: True)
+    monkeypatch.setattr(select, "hopper", lambda device: True)
     monkeypatch.setattr(flash_mla, "DTYPE", "float32")
     return calls
 
@@ -60,7 +60,7 @@ def test_a_packed_batch_gives_what_the_formula_and_our_kernel_give(library, smal
     got = attended(case)
     assert len(library) == 1
     torch.testing.assert_close(got.double(), case.expected(), atol=2e-5, rtol=0)
-    monkeypatch.setattr(flash_mla, "hopper", lambda device: False)
+    monkeypatch.setattr(select, "hopper", lambda device: False)
     torch.testing.assert_close(got, attended(case), atol=2e-5, rtol=0)
     assert len(library) == 1
 
@@ -140,12 +140,12 @@ def test_it_is_chosen_for_what_it_computes_and_nothing_else(library, monkeypatch
         drop_reserve()
     assert runs(query, cache, 512)
     monkeypatch.undo()
-    assert not flash_mla.hopper(torch.device("cpu")) and not runs(query, cache, 512)
+    assert not select.hopper(torch.device("cpu")) and not runs(query, cache, 512)
     for major in (8, 9, 10):
-        flash_mla.hopper.cache_clear()
+        select.hopper.cache_clear()
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))  # noqa: B023
-        assert flash_mla.hopper(torch.device("cuda", 7)) is (major == 9)
-    flash_mla.hopper.cache_clear()
+        assert select.hopper(torch.device("cuda", 7)) is (major == 9)
+    select.hopper.cache_clear()
 
 
 class Package:

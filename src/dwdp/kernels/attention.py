@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dwdp.kernels import flash_mla
 from dwdp.kernels.batch import PackedBatch, upload, upload_parts
-from dwdp.kernels.decode import LOG2_E, Blocks, block_width, decode, precision
+from dwdp.kernels.decode import LOG2_E, Blocks, block_width, decode, precision, weighted
 from dwdp.kernels.lang import tl, triton
 
 SPAN = 8192
@@ -55,13 +55,7 @@ def _over_keys(
         if MASKED:
             seen = inside[None, :] & (keys[None, :] <= positions[:, None])
             scores = tl.where(seen, scores, float("-inf"))
-        above = tl.maximum(highest, tl.max(scores, 1))
-        shrink = tl.exp2(highest - above)
-        weights = tl.exp2(scores - above[:, None])
-        summed = summed * shrink + tl.sum(weights, 1)
-        total = total * shrink[:, None]
-        total = tl.dot(weights.to(v.dtype), v, total, input_precision=PRECISION)
-        highest = above
+        total, highest, summed = weighted(scores, v, total, highest, summed, PRECISION)
     return total, highest, summed
 
 

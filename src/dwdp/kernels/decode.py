@@ -44,6 +44,18 @@ def precision(dtype: torch.dtype) -> str:
 
 
 @triton.jit
+def weighted(scores, values, total, highest, summed, PRECISION: tl.constexpr):
+    """Scores [lines, keys] and the keys' values [keys, width] into the running softmax of the lines."""
+    above = tl.maximum(highest, tl.max(scores, 1))
+    shrink = tl.exp2(highest - above)
+    weights = tl.exp2(scores - above[:, None])
+    summed = summed * shrink + tl.sum(weights, 1)
+    total = total * shrink[:, None]
+    total = tl.dot(weights.to(values.dtype), values, total, input_precision=PRECISION)
+    return total, above, summed
+
+
+@triton.jit
 def _over_rows(
     q_latent, q_rope, total, highest, summed, base, low, high, scale, row_stride,
     LATENT: tl.constexpr, ROPE: tl.constexpr, LATENT_BLOCK: tl.constexpr, ROPE_BLOCK: tl.constexpr,
@@ -64,13 +76,7 @@ def _over_rows(
         scores = tl.dot(q_latent, tl.trans(c), input_precision=PRECISION)
         scores = tl.dot(q_rope, tl.trans(r), scores, input_precision=PRECISION) * scale
         scores = tl.where((keys < high)[None, :], scores, float("-inf"))
-        above = tl.maximum(highest, tl.max(scores, 1))
-        shrink = tl.exp2(highest - above)
-        weights = tl.exp2(scores - above[:, None])
-        summed = summed * shrink + tl.sum(weights, 1)
-        total = total * shrink[:, None]
-        total = tl.dot(weights.to(c.dtype), c, total, input_precision=PRECISION)
-        highest = above
+        total, highest, summed = weighted(scores, c, total, highest, summed, PRECISION)
     return total, highest, summed
 
 

@@ -69,13 +69,6 @@ def padded(capacity: int, width: int, dtype: torch.dtype, device: torch.device |
     return -(-capacity // rows) * rows
 
 
-@functools.cache
-def hopper(device: torch.device) -> bool:
-    import torch
-
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-
-
 def runs_on(query: Tensor, cache: Tensor, latent: int) -> bool:
     """Whether the library decodes `query` over `cache` [slots, capacity, latent + rope] as it lies.
 
@@ -83,6 +76,7 @@ def runs_on(query: Tensor, cache: Tensor, latent: int) -> bool:
     """
     import torch
 
+    from dwdp.kernels import select
     from dwdp.runtime.sm_reserve import reserved_sms
 
     dtype = getattr(torch, DTYPE)
@@ -92,7 +86,7 @@ def runs_on(query: Tensor, cache: Tensor, latent: int) -> bool:
         and cache.shape[1] % PAGE == 0
         and query.dtype == cache.dtype == dtype
         and cache.is_contiguous()
-        and hopper(query.device)
+        and select.hopper(query.device)
         and not reserved_sms()
         and operation() is not None
     )

@@ -18,10 +18,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dwdp.kernels import select
 from dwdp.kernels.activation import gated
 from dwdp.kernels.formats import PACKED, Weights, in_halves, in_halves_row, rounded
 from dwdp.kernels.lang import GLUON_MISSING, tl, triton
-from dwdp.kernels.packed import WORD, grouped_mxfp4_kernel, in_lanes
+from dwdp.kernels.packed import TABLES, WORD, grouped_mxfp4_kernel, in_lanes
 from dwdp.kernels.product import Tile, products
 from dwdp.runtime.sm_reserve import reserved_sms
 
@@ -85,10 +86,6 @@ class Experts:
     @property
     def count(self) -> int:
         return self.w13.values.shape[0]
-
-
-# Rows of tables of all ranges, which lie at any address: a kernel compiled for one would be so again for the next.
-TABLES = ("tile_expert", "tile_ends", "starts", "ends")
 
 
 @triton.jit(do_not_specialize_on_alignment=TABLES)
@@ -231,10 +228,10 @@ def _add(total: Tensor, x: Tensor, ids: Tensor, weights: Tensor, experts: Expert
     out = torch.empty((min(size, pairs), x.shape[1]), dtype=x.dtype, device=x.device)
     edges = torch.arange(0, pairs, size, dtype=torch.int32, device=x.device)[:, None]
     cuts = torch.minimum(borders.clamp(min=edges), edges + size)  # of every range [ranges, experts + 1]
-    works = [_works(cuts, size, tile) for tile in (first, second)]
+    works = {tile: _works(cuts, size, tile) for tile in {first, second}}
     for number, start in enumerate(range(0, pairs, size)):
-        _product(x, token_of, hidden, experts.w13, works[0], number, start, experts, lanes)
-        _product(hidden, None, out, experts.w2, works[1], number, start, experts, lanes)
+        _product(x, token_of, hidden, experts.w13, works[first], number, start, experts, lanes)
+        _product(hidden, None, out, experts.w2, works[second], number, start, experts, lanes)
         grid = (tokens, triton.cdiv(x.shape[1], _SUM_COLUMNS))
         sum_kernel[grid](
             out, places, weights, cuts[number], total, x.shape[1], experts.count, start,
@@ -330,10 +327,7 @@ def programs(device: torch.device, tile: Tile) -> int:
 
 def lanes_on(format: str, device: torch.device | str) -> bool:
     """Whether the kernel of `packed.py` computes: MXFP4 on Hopper, where this Triton's Gluon is one that it knows."""
-    device = torch.device(device)
-    if GLUON_MISSING is not None:
-        return False
-    return format == "mxfp4" and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    return format == "mxfp4" and GLUON_MISSING is None and select.hopper(torch.device(device))
 
 
 def tile_table(format: str, device: torch.device | str) -> tuple[tuple[int, Tile, Tile], ...]:

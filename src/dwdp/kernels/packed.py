@@ -100,6 +100,27 @@ def _decoded(packed, scale, WORD: gl.constexpr, ROWS: gl.constexpr, OPERAND: gl.
 
 
 @gluon.jit
+def _multiplied(
+    packed, scales, next_scales_at, even_x, odd_x, acc, other,
+    PACKED: gl.constexpr, OPERAND: gl.constexpr, WORD: gl.constexpr, ROWS: gl.constexpr,
+):  # fmt: skip
+    """One step of one set of rows onto `acc`, in two parts: one is multiplied while the next is decoded, so that there
+    are never more operands in registers. The last part is under way when this returns, as that of `other` is before.
+    -> acc, other, the next step's scales."""
+    first, second, scale = _parts(packed.load(PACKED), _scale(scales), ROWS)
+    next_scales = gl.load(next_scales_at)
+    even, odd = _decoded(first, scale, WORD, ROWS, OPERAND)
+    acc = hopper.warpgroup_mma(even, even_x.slice(0, 32, 1).permute((1, 0)), acc, is_async=True)
+    acc = hopper.warpgroup_mma(odd, odd_x.slice(0, 32, 1).permute((1, 0)), acc, is_async=True)
+    other = warpgroup_mma_init(hopper.warpgroup_mma_wait(2, deps=[other]))
+    even, odd = _decoded(second, scale, WORD, ROWS, OPERAND)
+    acc = hopper.warpgroup_mma(even, even_x.slice(32, 32, 1).permute((1, 0)), acc, is_async=True)
+    acc = hopper.warpgroup_mma(odd, odd_x.slice(32, 32, 1).permute((1, 0)), acc, is_async=True)
+    acc = warpgroup_mma_init(hopper.warpgroup_mma_wait(2, deps=[acc]))
+    return acc, other, next_scales
+
+
+@gluon.jit
 def _loads(x_even, x_odd, w_a, w_b, x, x_at, w_at, a_at, b_at, step, stage, inside):
     """The copies of one step into a stage, one group."""
     copy_async(x_even.index(stage), x + (x_at + step * 128), mask=inside)
@@ -109,7 +130,11 @@ def _loads(x_even, x_odd, w_a, w_b, x, x_at, w_at, a_at, b_at, step, stage, insi
     hopper.async_copy.commit_group()
 
 
-@gluon.jit(do_not_specialize_on_alignment=["tile_expert", "tile_ends", "starts", "ends"])
+# Rows of tables of all ranges, which lie at any address: a kernel compiled for one would be so again for the next.
+TABLES = ("tile_expert", "tile_ends", "starts", "ends")
+
+
+@gluon.jit(do_not_specialize_on_alignment=TABLES)
 def grouped_mxfp4_kernel(
     x, tokens, out, tile_expert, tile_ends, starts, ends, w, s,
     N, K, num_experts, range_start, x_stride, w_stride, scale_stride,
@@ -190,43 +215,19 @@ def grouped_mxfp4_kernel(
             even_x = x_even.index(stage)
             odd_x = x_odd.index(stage)
             ahead = gl.minimum(step + 1, steps - 1) * 4
-            # Of four parts, one is multiplied while the next is decoded: never more operands in registers.
-            a_first, a_second, scale = _parts(w_a.index(stage).load(PACKED), _scale(s_a), ROWS)
-            s_a = gl.load(s_at + (s_a_at + ahead))
-            even, odd = _decoded(a_first, scale, WORD, ROWS, OPERAND)
-            acc_a = hopper.warpgroup_mma(even, even_x.slice(0, 32, 1).permute((1, 0)), acc_a, is_async=True)
-            acc_a = hopper.warpgroup_mma(odd, odd_x.slice(0, 32, 1).permute((1, 0)), acc_a, is_async=True)
-            acc_b = warpgroup_mma_init(hopper.warpgroup_mma_wait(2, deps=[acc_b]))
-            even, odd = _decoded(a_second, scale, WORD, ROWS, OPERAND)
-            acc_a = hopper.warpgroup_mma(even, even_x.slice(32, 32, 1).permute((1, 0)), acc_a, is_async=True)
-            acc_a = hopper.warpgroup_mma(odd, odd_x.slice(32, 32, 1).permute((1, 0)), acc_a, is_async=True)
-            acc_a = warpgroup_mma_init(hopper.warpgroup_mma_wait(2, deps=[acc_a]))
-            b_first, b_second, scale = _parts(w_b.index(stage).load(PACKED), _scale(s_b), ROWS)
-            s_b = gl.load(s_at + (s_b_at + ahead))
-            even, odd = _decoded(b_first, scale, WORD, ROWS, OPERAND)
-            acc_b = hopper.warpgroup_mma(even, even_x.slice(0, 32, 1).permute((1, 0)), acc_b, is_async=True)
-            acc_b = hopper.warpgroup_mma(odd, odd_x.slice(0, 32, 1).permute((1, 0)), acc_b, is_async=True)
-            acc_a = warpgroup_mma_init(hopper.warpgroup_mma_wait(2, deps=[acc_a]))
-            even, odd = _decoded(b_second, scale, WORD, ROWS, OPERAND)
-            acc_b = hopper.warpgroup_mma(even, even_x.slice(32, 32, 1).permute((1, 0)), acc_b, is_async=True)
-            acc_b = hopper.warpgroup_mma(odd, odd_x.slice(32, 32, 1).permute((1, 0)), acc_b, is_async=True)
-            acc_b = warpgroup_mma_init(hopper.warpgroup_mma_wait(2, deps=[acc_b]))
+            acc_a, acc_b, s_a = _multiplied(
+                w_a.index(stage), s_a, s_at + (s_a_at + ahead), even_x, odd_x, acc_a, acc_b, PACKED, OPERAND, WORD, ROWS
+            )  # fmt: skip
+            acc_b, acc_a, s_b = _multiplied(
+                w_b.index(stage), s_b, s_at + (s_b_at + ahead), even_x, odd_x, acc_b, acc_a, PACKED, OPERAND, WORD, ROWS
+            )  # fmt: skip
         tile = hopper.warpgroup_mma_wait(0, deps=[acc_a])
         other = hopper.warpgroup_mma_wait(0, deps=[acc_b])
         barrier()  # the next tile's copies go where these products have read
         hopper.async_copy.wait_group(0)
         if GATED:
-            _store(
-                out,
-                _activated(tile, other, BETA, LINEAR_BETA),
-                first_pair,
-                end,
-                range_start,
-                first_row,
-                N,
-                TOKENS,
-                ROWS,
-            )
+            tile = _activated(tile, other, BETA, LINEAR_BETA)
+            _store(out, tile, first_pair, end, range_start, first_row, N, TOKENS, ROWS)
         else:
             _store(out, tile, first_pair, end, range_start, first_row, N, TOKENS, ROWS)
             _store(out, other, first_pair, end, range_start, first_row + ROWS, N, TOKENS, ROWS)

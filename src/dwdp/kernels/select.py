@@ -53,6 +53,12 @@ def _form(kind: str, index: int | None, asked: str, interpreted: bool) -> str:
     return "torch" if MISSING else "triton"
 
 
+@functools.cache
+def hopper(device: torch.device) -> bool:
+    """Whether `device` is a GPU of the kind that FlashMLA and the product of `packed.py` are for."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
 def use_triton(x: Tensor) -> bool:
     """Whether a computation on `x` runs as kernels. They have no backward and none is for fp64: there, whatever was
     asked for, the torch form runs. Raises as `kernels_for` does."""
