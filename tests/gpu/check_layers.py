@@ -20,7 +20,6 @@ import platform
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -40,6 +39,7 @@ from tests.gpu.attention_site import Site, host_library  # noqa: E402
 from tests.gpu.layers_site import NUM_SNAPSHOTS, TINY_SNAPSHOTS, Case, Marks  # noqa: E402
 from tests.gpu.moe_cases import K3, TINY  # noqa: E402
 from tests.gpu.moe_rates import Timer  # noqa: E402
+from tests.gpu.outputs import output_file  # noqa: E402
 
 TOKENS = (8192, 1024, 16384, 2048, 4096)  # in the order in which they are worth their time
 TARGET_TOKENS, DENSE_TARGET, ROUTED_TARGET, RATIO_TARGET = 8192, 0.60, 0.45, 1.1
@@ -261,10 +261,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, nargs="+", help="sizes in the place of 1,024 to 16,384, multiples of 64")
     parser.add_argument("--profile", action="store_true", help="also list the kernels of a step of the first size")
     parser.add_argument("--cpu", action="store_true", help="tiny widths through Triton's interpreter")
-    parser.add_argument("--json", type=Path, help="file for the numbers")
+    parser.add_argument("--json", type=output_file, help="file for the numbers")
     given = parser.parse_args(arguments)
-    if given.json is not None and not Path(given.json).absolute().parent.is_dir():
-        parser.error(f"--json {given.json}: there is no such folder")  # now, not behind the run
     multiple = 2 if given.cpu else SEQUENCES
     if any(n < multiple or n % multiple for n in given.tokens or []):
         parser.error(f"--tokens must be multiples of {multiple}")

@@ -19,6 +19,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from tests.gpu.outputs import output_file
+
 PARTS = ("numerics", "memory", "identity")
 
 
@@ -27,11 +29,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=240, help="cases that would not end before it are not begun")
     parser.add_argument("--only", default=",".join(PARTS), help="parts, separated by commas")
     parser.add_argument("--data", type=Path, help="GSM8K's test.jsonl; without it the identity part is left out")
-    parser.add_argument("--json", type=Path, help="a file for the rows")
+    parser.add_argument("--json", type=output_file, help="a file for the rows")
     parser.add_argument("--cpu", action="store_true", help="host memory, tiny sizes")
     given = parser.parse_args(arguments)
-    if given.json is not None and not Path(given.json).absolute().parent.is_dir():
-        parser.error(f"--json {given.json}: there is no such folder")  # now, not behind the run
     parts = [part.strip() for part in given.only.split(",")]
     if not set(parts) <= set(PARTS):
         parser.error(f"--only takes {', '.join(PARTS)}, not {given.only}")

@@ -18,7 +18,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 if "--cpu" in sys.argv:  # before a kernel is defined
@@ -29,6 +28,7 @@ import torch  # noqa: E402
 from tests.gpu import moe_rates  # noqa: E402
 from tests.gpu.moe_cases import K3, TINY, Shape, checks, layer, nbytes, release  # noqa: E402
 from tests.gpu.moe_rates import Timer  # noqa: E402
+from tests.gpu.outputs import output_file  # noqa: E402
 from tests.kernels.packs import FORMATS  # noqa: E402
 
 WORKSPACE_MIB = 256
@@ -87,7 +87,7 @@ class Run:
                 release()
         self.table()
         if options.out:
-            Path(options.out).write_text(json.dumps({"rows": self.rows, "wrong": self.wrong}, indent=1))
+            options.out.write_text(json.dumps({"rows": self.rows, "wrong": self.wrong}, indent=1))
         return int(bool(self.wrong))
 
     def compile(self) -> None:
@@ -185,10 +185,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--no-rates", action="store_true")
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS)
     parser.add_argument("--cpu", action="store_true", help="tiny sizes through Triton's interpreter")
-    parser.add_argument("--out", help="a file for the rows as JSON")
+    parser.add_argument("--out", type=output_file, help="a file for the rows as JSON")
     options = parser.parse_args(arguments)
-    if options.out is not None and not Path(options.out).absolute().parent.is_dir():
-        parser.error(f"--out {options.out}: there is no such folder")  # now, not behind the run
     if not options.cpu and not torch.cuda.is_available():
         parser.error("there is no GPU here; --cpu runs tiny sizes")
     return Run(options).all()
